@@ -14,6 +14,7 @@ from polyfed.core.errors import RecipeError
 from polyfed.core.tree import block_of, under
 from polyfed.selection import Uniform
 from polyfed.training.optimisers import Train
+from refusals import refuses
 from scripted import PARAMS, scripted
 from world import AWKWARD, algorithm, furthest, played, recipe, same
 
@@ -129,7 +130,7 @@ def test_start_cloud_begins_at_the_cloud_model() -> None:
 
 @pytest.mark.parametrize("wrong", [{"alpha": 0.0}, {"alpha_every": 0}, {"self_weight": 1.0}, {"uploads": 2.0}])
 def test_meaningless_numbers_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(RecipeError, match=next(iter(wrong))):
+    with refuses(RecipeError, f"algorithm.{next(iter(wrong))}: must be"):
         algorithm("fedamp", **wrong)
 
 

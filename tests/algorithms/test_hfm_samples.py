@@ -11,11 +11,12 @@ from algorithms.silo_world import Silos
 from algorithms.test_hfm import ENGINES, INSIDE, Unreached, method, spied
 from oracles.hfm import Party, Settings, hfm, hfm_by_id
 from polyfed.algorithms.hfm.samples import SiloSamples
-from polyfed.core.errors import DataError, PolyfedWarning, RecipeError, TooFewReplies
+from polyfed.core.errors import DataError, RecipeError, TooFewReplies
 from polyfed.data import ClientsSpec
 from polyfed.data.partitions.shards import Shards
 from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.running.assembly import assemble
+from refusals import refuses, warned
 from world import furthest, played, recipe, same
 
 TWO = [["a"], ["b"]]
@@ -131,28 +132,28 @@ def test_the_c_vfl_head_and_a_proximal_term_work_with_partial_overlap(engine: st
 @pytest.mark.parametrize(
     ("world", "options", "error", "words"),
     [
-        (PARTLY, {}, DataError, r"not aligned: only 0 has ids .* overlap = 'common'"),
-        (SEVERAL, {}, RecipeError, "hold a modality twice.* overlap = 'common' or 'all'"),
+        (PARTLY, {}, DataError, "not aligned"),
+        (SEVERAL, {}, RecipeError, "clients.holdings: modality twice"),
         (Silos([40], [TWO], ids={0: list(range(20)), 1: list(range(20, 40))}), {"overlap": "common"}, DataError,
-         "silo 0: its devices 0, 1 have no usable sample: under .* 'common' a sample counts if every modality"),
-        (Silos([40], [TWO], ids={1: [0, 0, 1]}), {"overlap": "all"}, DataError, "device 1 holds some ids twice"),
-        (PARTLY, {"labels_at": "c"}, RecipeError, "labels_at = 'c' is no modality of the data; it has a, b"),
-        (Silos([40, 20], [TWO, [["b"]]]), {"labels_at": "a"}, RecipeError, "silo 1: no device holds 'a'"),
+         "no usable sample"),
+        (Silos([40], [TWO], ids={1: [0, 0, 1]}), {"overlap": "all"}, DataError, "ids twice"),
+        (PARTLY, {"labels_at": "c"}, RecipeError, "algorithm.labels_at: no modality"),
+        (Silos([40, 20], [TWO, [["b"]]]), {"labels_at": "a"}, RecipeError, "algorithm.labels_at: nobody has labels"),
     ],
 )  # fmt: skip
 def test_samples_and_labels_that_do_not_fit_are_refused(
     world: Silos, options: dict[str, Any], error: type[Exception], words: str
 ) -> None:
-    with pytest.raises(error, match=words):
+    with refuses(error, words):
         world.play(method(**options))
 
 
 def test_contradicting_options_are_refused() -> None:
-    with pytest.raises(RecipeError, match="keep_optimiser needs devices that train the head"):
+    with refuses(RecipeError, "algorithm.keep_optimiser: labels_at"):
         method(labels_at="a", keep_optimiser=True)
-    with pytest.raises(RecipeError, match="hold a modality twice"):
+    with refuses(RecipeError, "clients.holdings: modality twice"):
         SEVERAL.play(method("vfl", overlap="all"))
-    with pytest.raises(RecipeError, match="overlap"):
+    with refuses(RecipeError, "algorithm.overlap: 'some'"):
         method(overlap="some")
 
 
@@ -210,7 +211,7 @@ def test_a_device_whose_ids_were_never_compared_does_not_train() -> None:
     assert set(seen["to practise"]) == {0}
     fed.engine.lost = set()  # type: ignore[attr-defined]
     fed.begin(2)
-    with pytest.raises(DataError, match="another order"):
+    with refuses(DataError, "another order"):
         algorithm.round(state, fed)
 
 
@@ -304,12 +305,12 @@ def test_numbers_of_rows_do_not_pass_as_ids(tmp_path: Any) -> None:
         "egress": INSIDE,
         "rounds": 1,
     }
-    with pytest.raises(DataError, match=r"no sample ids.*Save the array 'id'.*ids='rows'"):
+    with refuses(DataError, "no sample ids"):
         polyfed.run(data=x, **options)
     polyfed.run(data=x, ids="rows", **options)
     polyfed.run(data=x, ids=torch.arange(60) * 7, **options)
-    for wrong, words in ((torch.zeros(60, dtype=torch.int64), "repeats some ids"), ("name", "give an array with one")):
-        with pytest.raises((DataError, RecipeError), match=words):
+    for wrong, words in ((torch.zeros(60, dtype=torch.int64), "repeats some ids"), ("name", "an array")):
+        with refuses((DataError, RecipeError), words):
             polyfed.run(data=x, ids=wrong, **options)
     polyfed.run(data=x, **(options | {"clients": {"num": 2}, "algorithm": {"name": "fedavg"}, "egress": {}}))
 
@@ -327,7 +328,7 @@ def test_a_row_numbered_file_of_a_recipe_is_refused_with_the_line_to_add(tmp_pat
         if fine:
             played(made)
             continue
-        with pytest.raises(DataError, match=r"\[data\] ids = 'rows'"):
+        with refuses(DataError, "ids = 'rows'"):
             played(made)
 
 
@@ -335,7 +336,7 @@ def test_vfl_warns_and_runs_with_personal_rows_and_labels_at_one_party() -> None
     clients = ClientsSpec(partition="silos", silos=2, personal_test=0.3)
     rules = {**INSIDE, "shared": {**INSIDE["shared"], "server": ["statistic"], "accept": ["parameters"]}}
     made = recipe(method("vfl", labels_at="b", **PERSONAL), clients=clients, egress=rules)
-    with pytest.warns(PolyfedWarning, match="silos evaluate them"):
+    with warned("silos evaluate them"):
         run = polyfed.run(made)
     assert set(run.rounds[-1]["personal_accuracy"]) == {"0", "2"}
 

@@ -8,7 +8,6 @@ import torch
 
 from polyfed.algorithms.local import over_clients
 from polyfed.core.batch import Batch
-from polyfed.core.errors import PolyfedWarning
 from polyfed.data import ClientsSpec
 from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.checks.check import check
@@ -16,6 +15,7 @@ from polyfed.experiment.running.assembly import Assembly
 from polyfed.model import ModelSpec
 from polyfed.objective import CLASSES
 from polyfed.start import run
+from refusals import warned
 from world import PLAIN, algorithm, played, recipe
 
 
@@ -72,7 +72,7 @@ def test_when_the_server_evaluates_them(when: str, expected: list[int]) -> None:
 def test_models_stay_at_home_where_the_policy_says_so() -> None:
     clients = ClientsSpec(partition="iid", num=4, personal_test=0.2)
     made = recipe(algorithm("local"), clients=clients, egress={"shared": {"server": ["statistic"]}}, rounds=1)
-    with pytest.warns(PolyfedWarning, match="models may not reach the server"):
+    with warned("reach the server"):
         assert set(run(made).result["metrics"]) == {"personal"}
     quiet = replace(made, algorithm=algorithm("local", global_test="never"))
     assert set(run(quiet).result["metrics"]) == {"personal"}

@@ -26,6 +26,7 @@ from polyfed.model import ModelSpec
 from polyfed.selection import Uniform
 from polyfed.training.optimisers import Train
 from polyfed.training.prototypes import Prototypes
+from refusals import refuses
 from world import algorithm, furthest, played, recipe, same
 
 ENGINES = ["sequential", "vectorised"]
@@ -119,7 +120,7 @@ def test_ogm_stops_after_its_active_rounds_and_needs_something_to_scale() -> Non
     _, never, _ = played(made("fedogm", active_rounds=0, **options))
     _, plain, _ = played(made("fedavg"))
     assert same(never.params, plain.params)
-    with pytest.raises(RecipeError, match="scale_params = 'all_weights'"):
+    with refuses(RecipeError, "scale_params = 'all_weights'"):
         played(made("fedogm"))
 
 
@@ -257,7 +258,7 @@ def test_proto_at_one_length_bounds_what_prototypes_can_be(mode: str) -> None:
 
 
 def test_prototypes_need_permission() -> None:
-    with pytest.raises(EgressError, match=r"egress\.a\].*prototypes"):
+    with refuses(EgressError, "Learned.prototypes"):
         played(recipe(algorithm("fedproto")))
 
 
@@ -375,7 +376,7 @@ def test_msplit_keeps_its_own_when_all_attention_is_on_a_client_without_shared_m
 def test_ogm_refuses_an_encoder_without_gradients_to_scale() -> None:
     spec = ModelSpec(embedding=6, encoders={"a": {"kind": "cnn4"}, "b": {"kind": "mlp"}})
     case = recipe(algorithm("fedogm"), data=IMAGES, model=spec, clients=COMPLETE)
-    with pytest.raises(RecipeError, match=r"the encoder of b has none to train; set .* scale_params = 'all_weights'"):
+    with refuses(RecipeError, "none to train"):
         assemble(case)
     assemble(replace(case, algorithm=algorithm("fedogm", scale_params="all_weights")))
 

@@ -19,6 +19,7 @@ from polyfed.experiment.recipes.recipe import parse_recipe
 from polyfed.experiment.running import checkpoint
 from polyfed.experiment.running.assembly import assemble
 from polyfed.training.prototypes import Prototypes, random_like
+from refusals import refuses
 from world import furthest, played, same
 
 CASES = [
@@ -194,5 +195,6 @@ def test_an_unknown_preset_is_one_problem(name: str, preset: Any, words: str) ->
 
 
 def test_an_unknown_preset_hides_no_other_fault() -> None:
-    with pytest.raises(RecipeError, match=r"(?s)2 problems:.*no such preset.*no option 'max_agee'"):
+    with refuses(RecipeError, "algorithm.preset: no such preset") as refused:
         parse_recipe(TABLE | {"algorithm": {"name": "pfmml", "preset": "papr", "max_agee": 3}})
+    assert [fault.key[-1] for fault in refused.value.several] == ["preset", "max_agee"]

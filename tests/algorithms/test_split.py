@@ -20,6 +20,7 @@ from polyfed.selection import PowD, Uniform
 from polyfed.start import run
 from polyfed.training.client_data import ORDER
 from polyfed.training.optimisers import Train
+from refusals import refuses
 from world import AWKWARD, PLAIN, algorithm, furthest, losing, played, recipe, same
 
 ENGINES = ["sequential", "vectorised"]
@@ -171,9 +172,7 @@ def test_the_gradient_at_the_cut_is_that_of_the_unsplit_model(monkeypatch: pytes
 @pytest.mark.parametrize("name", ["split-learning", "splitfed"])
 def test_where_labels_may_not_leave_plain_is_refused_by_name_and_u_shaped_passes(name: str) -> None:
     closed = {**WITHOUT_LABELS, "labels": {"server": []}}
-    with pytest.raises(
-        EgressError, match=r"(?s)labels of labels to the server.*\[egress\.labels\] server = \[\"labels\"\]"
-    ):
+    with refuses(EgressError, "labels of labels"):
         run(replace(split(name), egress=closed))
     done = run(replace(split(name, u=True), egress=closed))
     assert done.result["metrics"]["global"]["accuracy"] >= 0.0
@@ -200,7 +199,7 @@ def test_bytes_are_those_of_activations_gradients_and_labels(engine: str) -> Non
 
 
 def test_options_without_meaning_are_refused() -> None:
-    with pytest.raises(RecipeError, match="u_shaped"):
+    with refuses(RecipeError, "algorithm.u_shaped: true needs"):
         played(split("splitfed", u=True, model=ModelSpec(embedding=6, encoders=PLAIN)))
 
 
@@ -216,7 +215,7 @@ def test_the_round_continues_without_a_client_that_fails(name: str, task: str) -
     assert set(lost) == {2}
     assert not same(after.params, state.params)
     losing(parts, f".{task}", 0, 1, 3)
-    with pytest.raises(TooFewReplies, match="0 of 4 clients answered"):
+    with refuses(TooFewReplies, "0 of 4"):
         method.round(state, parts.fed)
 
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.running.assembly import Assembly, assemble
 from polyfed.privacy.egress.ledger import TO_CLIENT
 from polyfed.training.optimisers import Train
+from refusals import refuses
 from world import through
 
 ENGINES = ["sequential", "vectorised"]
@@ -79,13 +79,13 @@ def places(rows: Any) -> set[tuple[str, ...]]:
 
 def refused(made: Recipe, words: str, error: type[Exception] = EgressError) -> str:
     """Refused by `check`, and by a run on every engine before anything leaves; the words of the gate."""
-    with pytest.raises(error, match=words):
+    with refuses(error, words):
         check(made)
     said = ""
     for engine in ENGINES:
         parts = assemble(replace(made, engine=replace(made.engine, name=engine)))
         refuse_forbidden(parts)
-        with pytest.raises(error, match=words) as caught:
+        with refuses(error, words) as caught:
             through(parts, 1)
         assert {row["verdict"] for row in up(parts)} <= {"refused"}
         assert parts.ledger.bytes_up == 0

@@ -16,7 +16,6 @@ pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
 from attacks.test_hostile_device import blind
 from engines.devices import Devices
-from polyfed.core.errors import PolyfedWarning
 from polyfed.deploy.server import claimed_shapes
 from polyfed.deploy.server.claimed_shapes import flaws_of, without_absent
 from polyfed.deploy.server.enrolment import Admission
@@ -28,6 +27,7 @@ from polyfed.experiment.running.events import Emitter
 from polyfed.experiment.running.loop import execute
 from polyfed.federation.wire_format import Packet
 from polyfed.model.encoders.catalogue import ENCODERS
+from refusals import warned
 
 LONER = 3
 """The device that lies; it alone holds modality `b`."""
@@ -72,7 +72,7 @@ def said(folder: Path, shape: list[int], capsys: Any, recipe: str = RECIPE) -> s
         lies = config["partition-id"] == LONER and reply.header.get("verdict") == "enrolled"
         return Packet(reply.header | {"shapes": {"b": shape}}, reply.body) if lies else reply
 
-    with pytest.warns(PolyfedWarning, match="measures nothing"):
+    with warned("measures nothing"):
         serve(devices.app / "recipe.toml", GridTransport(DirectGrid(client_app(lying), 4)), {"out": str(out)}, execute)
     assert json.loads((out / "result.json").read_text())["rounds"] == 1, "the run came to its end"
     return str(capsys.readouterr().out)

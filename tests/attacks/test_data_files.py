@@ -21,6 +21,7 @@ from polyfed.data.media import Clip, Image
 from polyfed.data.reading.array_files import Arrays, read_idx, read_npy
 from polyfed.data.sources import Npz
 from polyfed.data.sources.pictures.picture_files import read_picture
+from refusals import refuses
 
 PIB = 1 << 50
 MODEST = 64 << 20
@@ -86,20 +87,20 @@ LIES = {
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
 def test_a_lying_header_in_an_npz_is_refused_by_name(tmp_path: Path, lie: bytes) -> None:
     path = archive(tmp_path / "mine.npz", {"text": lie + b"\0" * 64, "label": npy(np.zeros(4, int))})
-    with pytest.raises(DataError, match=r"mine.npz': array 'text'"):
+    with refuses(DataError, "array 'text'"):
         Arrays(path)["text"]
-    with pytest.raises(DataError, match=r"mine.npz': array 'text'"):
+    with refuses(DataError, "array 'text'"):
         Npz(path=str(path), modalities=("text",)).load()
-    with pytest.raises(DataError, match=r"mine.npz': array 'text'"):
+    with refuses(DataError, "array 'text'"):
         Npz(path=str(path), modalities=("label",), label="text").load()
 
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
 def test_a_lying_header_in_a_folder_is_refused_by_name(tmp_path: Path, lie: bytes) -> None:
     (tmp_path / "text.npy").write_bytes(lie + b"\0" * 64)
-    with pytest.raises(DataError, match="array 'text'"):
+    with refuses(DataError, "array 'text'"):
         Arrays(tmp_path)["text"]
-    with pytest.raises(DataError, match=r"text\.npy'"):
+    with refuses(DataError, "text.npy'"):
         read_npy(tmp_path / "text.npy")
 
 
@@ -115,7 +116,7 @@ def test_object_arrays_are_refused_without_unpickling(tmp_path: Path) -> None:
     fields = header("[('x', '|O')]", "(1,)")
     nested = archive(tmp_path / "fields.npz", {"text": fields + content[-64:]})
     for place in (path, tmp_path / "folder", nested):
-        with pytest.raises(DataError, match=r"array 'text' holds Python objects, which polyfed never unpickles"):
+        with refuses(DataError, "unpickles"):
             Arrays(place)["text"]
     assert not (tmp_path / "ran").exists()
 
@@ -136,9 +137,9 @@ def bomb(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_zip_bomb_is_refused_before_it_expands(bomb: Path) -> None:
     assert bomb.stat().st_size < 8 << 20
-    with pytest.raises(DataError, match=r"bomb.npz': array 'text' would expand .* save it with numpy.savez"):
+    with refuses(DataError, "would expand"):
         Arrays(bomb)["text"]
-    with pytest.raises(DataError, match=r"bomb.npz': array 'text' would expand"):
+    with refuses(DataError, "would expand"):
         Npz(path=str(bomb), modalities=("text",)).load()
 
 
@@ -155,11 +156,11 @@ def test_sizes_in_the_directory_of_a_zip_are_not_trusted(tmp_path: Path) -> None
     directory = raw.index(b"PK\x01\x02")
     raw[directory + 24 : directory + 28] = struct.pack("<I", (1 << 31) + 200)  # size, uncompressed
     path.write_bytes(raw)
-    with pytest.raises(DataError, match="array 'text' would expand"):
+    with refuses(DataError, "would expand"):
         Arrays(path)["text"]
     raw[directory + 20 : directory + 24] = struct.pack("<I", (1 << 31) + 200)  # size, compressed
     path.write_bytes(raw)
-    with pytest.raises(DataError, match=r"array 'text' claims 2,147,483,848 bytes in a file of"):
+    with refuses(DataError, "claims 2,147,483,848 bytes"):
         Arrays(path)["text"]
 
 
@@ -168,7 +169,7 @@ def test_encrypted_members_are_refused(tmp_path: Path) -> None:
     for start in (raw.index(b"PK\x03\x04") + 6, raw.index(b"PK\x01\x02") + 8):  # flags
         raw[start] |= 1
     (tmp_path / "mine.npz").write_bytes(raw)
-    with pytest.raises(DataError, match=r"mine.npz': array 'text' is damaged"):
+    with refuses(DataError, "'text' is damaged"):
         Arrays(tmp_path / "mine.npz")["text"]
 
 
@@ -179,7 +180,7 @@ def test_compressions_that_numpy_never_writes_are_refused(tmp_path: Path, method
     for start in (raw.index(b"PK\x03\x04") + 8, raw.index(b"PK\x01\x02") + 10):
         raw[start : start + 2] = struct.pack("<H", method)
     (tmp_path / "mine.npz").write_bytes(raw)
-    with pytest.raises(DataError, match=rf"mine.npz': array 'text' is compressed by method {method}"):
+    with refuses(DataError, f"by method {method}"):
         Arrays(tmp_path / "mine.npz")["text"]
 
 
@@ -191,7 +192,7 @@ def test_a_garbled_deflated_member_is_refused(tmp_path: Path) -> None:
         raw = bytearray(good)
         raw[place] ^= 0x5A
         path.write_bytes(raw)
-        with pytest.raises(DataError, match=r"mine.npz': array 'text'"):
+        with refuses(DataError, "'text' is damaged"):
             Arrays(path)["text"]
 
 
@@ -215,7 +216,7 @@ def test_names_of_classes_that_are_no_names_are_refused(tmp_path: Path) -> None:
     given = {"text": npy(np.zeros((4, 2))), "label": npy(np.zeros(4, int))}
     for wrong in (np.array("x"), np.zeros((2, 2), int), np.array([0.5]), np.array([b"\xff\xfe"])):
         path = archive(tmp_path / "mine.npz", given | {"label_name": npy(wrong)})
-        with pytest.raises(DataError, match=r"mine.npz': array 'label_name'"):
+        with refuses(DataError, "array 'label_name'"):
             Npz(path=str(path), modalities=("text",)).load()
 
 
@@ -225,7 +226,7 @@ def test_an_idx_file_that_claims_too_much_is_refused(tmp_path: Path, shape: tupl
     raw = bytes([0, 0, 8, len(shape)]) + struct.pack(f">{len(shape)}I", *shape) + b"\0"
     path = tmp_path / f"train{suffix}"
     path.write_bytes(gzip.compress(raw) if suffix else raw)
-    with pytest.raises(DataError, match=rf"train{suffix}' (is cut short|is not an idx file)"):
+    with refuses(DataError, f"train{suffix}' is"):
         read_idx(path)
 
 
@@ -235,7 +236,7 @@ def test_a_gzip_bomb_behind_a_small_header_is_not_expanded(tmp_path: Path) -> No
     for _ in range(256):
         content += deflate.compress(bytes(1 << 20))
     (tmp_path / "train.gz").write_bytes(content + deflate.flush())
-    with pytest.raises(DataError, match=r"train.gz' is cut short or too long"):
+    with refuses(DataError, "cut short"):
         read_idx(tmp_path / "train.gz")
 
 
@@ -246,7 +247,7 @@ def test_a_picture_that_claims_gigapixels_is_refused(tmp_path: Path) -> None:
     size = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
     path = tmp_path / "large.png"
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + chunk(b"IDAT", b"") + chunk(b"IEND", b""))
-    with pytest.raises(DataError, match=r"large.png' is damaged or not a picture"):
+    with refuses(DataError, "not a picture"):
         read_picture(path)
-    with pytest.raises(DataError, match=r"large.png' is not a whole image"):
+    with refuses(DataError, "a whole image"):
         Image()(Clip.at(path))

@@ -31,6 +31,7 @@ from polyfed.deploy.local_federation import LocalFederation
 from polyfed.engines.flower.device.worker import LONGEST_TEXT
 from polyfed.engines.flower.server.public_port import PUBLIC, FleetOnly
 from polyfed.experiment.recipes.recipe import load_recipe
+from refusals import refuses
 
 THIEF = """
 import os
@@ -107,15 +108,15 @@ def fab_of(texts: dict[str, str]) -> bytes:
 @pytest.mark.parametrize(
     ("texts", "words"),
     [
-        ({"pyproject.toml": tomli_w.dumps(project("thief:app")), RECIPE: ""}, "names the ClientApp 'thief:app'"),
-        ({"pyproject.toml": tomli_w.dumps(project(CLIENT))}, "no item named 'recipe.toml'"),
-        ({RECIPE: ""}, "no item named 'pyproject.toml'"),
-        ({"pyproject.toml": "x ="}, "is not an app that polyfed wrote"),
+        ({"pyproject.toml": tomli_w.dumps(project("thief:app")), RECIPE: ""}, "ClientApp"),
+        ({"pyproject.toml": tomli_w.dumps(project(CLIENT))}, "named 'recipe.toml'"),
+        ({RECIPE: ""}, "named 'pyproject.toml'"),
+        ({"pyproject.toml": "x ="}, "not an app"),
         ({"pyproject.toml": tomli_w.dumps(project(CLIENT)), RECIPE: " " * (LONGEST_TEXT + 1)}, "is longer than"),
     ],
 )
 def test_an_app_that_is_not_polyfeds_is_refused(texts: dict[str, str], words: str, tmp_path: Path) -> None:
-    with pytest.raises(BadReply, match=words):
+    with refuses(BadReply, words):
         handler_for(fab_of(texts), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -126,7 +127,7 @@ def test_of_an_app_only_the_recipe_is_written_and_only_as_a_text(tmp_path: Path)
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert written == [handler.recipe_path]
     assert handler.recipe_path.read_text() == "seed = 1\n"
-    with pytest.raises(BadReply, match="is not an app"):
+    with refuses(BadReply, "not an app"):
         handler_for(b"no zip file", tmp_path)
 
 
@@ -154,7 +155,7 @@ def test_a_key_of_very_many_parts_is_refused_before_it_is_parsed(name: str, part
         load_recipe(handler_for(fab_of(texts), tmp_path).recipe_path)
 
     error = RecipeError if name == RECIPE else BadReply
-    with pytest.raises(error, match=r"nested more than 200 levels deep|Invalid statement"):
+    with refuses(error, "levels deep"):
         read()
     assert time.monotonic() - started < 5
 
@@ -267,7 +268,7 @@ def test_a_stranger_with_the_public_certificate_can_neither_submit_nor_list_nor_
     monkeypatch.setattr(federation, "_environment", lambda: dict(os.environ) | {"FLWR_HOME": str(stranger)})
     pub = federation.credentials / "node-0.pub"
     for words in (("run", str(app), "there"), ("list", "there"), ("supernode", "register", str(pub), "there")):
-        with pytest.raises(PolyfedError, match="failed"):
+        with refuses(PolyfedError, "failed"):
             federation.flwr(*words)
     monkeypatch.undo()
     assert federation.flwr("list", "polyfed", "--format", "json") == runs, "no run was added"

@@ -14,6 +14,7 @@ import polyfed
 from polyfed.core.errors import DataError, PolyfedError
 from polyfed.core.tree import Tree
 from polyfed.selection import Uniform
+from refusals import refuses
 from world import algorithm, recipe
 
 
@@ -38,7 +39,7 @@ def test_a_description_that_is_none_is_named_as_damaged(text: str, source: Path,
     shutil.copytree(source / "model", tmp_path / "model")
     (tmp_path / "model" / "model.json").write_text(text)
     for use in (lambda: evaluated(source, tmp_path / "model"), lambda: polyfed.load_model(tmp_path / "model")):
-        with pytest.raises(DataError, match=r"model\.json|no saved model"):
+        with refuses(DataError, "model"):
             use()
 
 
@@ -101,7 +102,8 @@ TREES: dict[str, Callable[[Tree], Tree]] = {
 def test_a_file_that_holds_another_model_is_not_taken_for_one(change: str, source: Path, tmp_path: Path) -> None:
     tree = load_file(source / "model" / "global.safetensors")
     save_file(TREES[change](tree), tmp_path / "m.safetensors")
-    with pytest.raises(PolyfedError, match=r"m\.safetensors"):
+    where = "" if change in ("complex numbers", "truth values") else "model.init: "
+    with refuses(PolyfedError, f"{where}m.safetensors"):
         evaluated(source, tmp_path / "m.safetensors")
 
 
@@ -112,5 +114,5 @@ def test_a_file_that_holds_another_model_is_not_taken_for_one(change: str, sourc
 )
 def test_a_file_of_another_form_is_no_model(content: bytes, source: Path, tmp_path: Path) -> None:
     (tmp_path / "m.safetensors").write_bytes(content)
-    with pytest.raises(DataError, match=r"m\.safetensors is no safetensors file"):
+    with refuses(DataError, "m.safetensors"):
         evaluated(source, tmp_path / "m.safetensors")

@@ -30,6 +30,7 @@ from polyfed.federation.wire_format import Packet, decode, encode
 from polyfed.laws.replies import corruptions, unlike
 from polyfed.privacy.egress.limits import Limits
 from polyfed.privacy.egress.requirements import Requirements
+from refusals import refuses
 
 REQUIRED = Requirements(max_epsilon=1e6, delta=1e-3, unprotected=("statistic",))
 COUNTED = Limits(max_requests=10**6, max_requests_per_day=10**6, max_runs_per_day=10**6, max_evaluations_per_day=10**6)
@@ -183,7 +184,7 @@ class Untyped(Message):
     strength: Tree = carries("statistic")
 
 
-@pytest.mark.parametrize(("kind", "words"), [(Untold, "z .* cannot hold None"), (Untyped, "strength .* needs dtype=")])
+@pytest.mark.parametrize(("kind", "words"), [(Untold, "cannot hold None"), (Untyped, "needs dtype=")])
 def test_a_message_to_clients_states_every_size_and_type(kind: Any, words: str) -> None:
     class Careless:
         @task()
@@ -192,13 +193,13 @@ def test_a_message_to_clients_states_every_size_and_type(kind: Any, words: str) 
 
         sends = replies = kind
 
-    with pytest.raises(AssertionError, match=rf"{kind.__name__}\.{words}"):
+    with refuses(AssertionError, words):
         types_of(Careless().look)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in (*OF_THE_MODEL, "statistic")])
 def test_a_field_states_its_shape(kind: str) -> None:
-    with pytest.raises(AssertionError, match=f"a field of kind '{kind}' needs shape="):
+    with refuses(AssertionError, f"kind '{kind}' needs"):
         carries(kind)
 
 

@@ -36,6 +36,7 @@ from polyfed.experiment.recipes.settings import EngineSpec
 from polyfed.federation.wire_format import Packet
 from polyfed.privacy.egress.audit_log import HEAD, head_of
 from polyfed.selection import Uniform
+from refusals import refuses
 
 COSTLY = {
     "long": "[" + "0," * 2**22 + "0]",
@@ -131,7 +132,7 @@ def test_the_server_checks_its_own_model_after_a_merge_and_names_the_senders(tmp
     fed.begin(1)
     state = ruined(state, fed)
     fed.begin(2)
-    with pytest.raises(Diverged, match=r"round 2, .*server's own model is not finite; it was merged from replies of"):
+    with refuses(Diverged, "round 2"):
         method.round(state, fed)
     assert not missing, "no client was asked to train on it, and none is blamed"
 
@@ -149,7 +150,7 @@ def test_a_device_says_that_the_model_was_broken_before_it_came(tmp_path: Path) 
         return answer
 
     parts = joined(made, grid_of(made, tmp_path, wrap))
-    with pytest.raises(Exception, match="clients answered"):
+    with refuses(Exception, "clients answered"):
         played(made, parts)
     assert "holds NaN or infinity in params." in seen[-1]
     assert "the model was broken before it came" in seen[-1]
@@ -176,7 +177,7 @@ def test_states_of_old_runs_are_deleted_and_their_ledgers_kept(tmp_path: Path) -
     assert [run for run in names if world.kept_states(tmp_path, run, 3)] == names[2:]
     assert {path.parents[1].name for path in tmp_path.rglob("state-*")} == {*names[2:]}, "their files are gone, too"
     assert all((tmp_path / run / "client-3" / "egress.jsonl").read_text() == "row\n" for run in names)
-    with pytest.raises(BadReply, match="whose local state has been deleted here"):
+    with refuses(BadReply, "deleted"):
         work(store, "run0", 2)
 
 
@@ -186,7 +187,7 @@ def test_numbers_of_a_request_that_no_file_can_hold_are_refused() -> None:
     for name in ("session", "round", "request", "client"):
         assert RequestId.read({"request_id": header | {name: 2**63 - 1}})
         for number in (2**63, 10**400, -1):
-            with pytest.raises(BadReply, match="carries no request id that can be read"):
+            with refuses(BadReply, "request id"):
                 RequestId.read({"request_id": header | {name: number}})
 
 
@@ -225,7 +226,7 @@ def test_state_that_is_nested_too_deeply_ends_with_a_sentence(where: str, tmp_pa
         HEAD: lambda: head_of(tmp_path),
         "notes.json": lambda: read_notes(tmp_path / "notes.json", int),
     }[where]
-    with pytest.raises(CheckpointError, match=r"is damaged.*nested"):
+    with refuses(CheckpointError, "nested"):
         read()
 
 
@@ -233,7 +234,7 @@ def test_an_app_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as archive:
         archive.writestr("pyproject.toml", f"x = {DEEP}")
-    with pytest.raises(BadReply, match="is not an app that polyfed wrote"):
+    with refuses(BadReply, "not an app"):
         handler_for(packed.getvalue(), tmp_path)
 
 
@@ -252,7 +253,7 @@ MALFORMED = [{"a": 5}, {"a": None}, {"a": "12"}, {"a": [0]}, {"a": [True]}, {"a"
 
 @pytest.mark.parametrize("shapes", [*MALFORMED, *HUGE])
 def test_facts_of_a_hostile_server_that_are_no_shapes_are_named_as_such(shapes: Any) -> None:
-    with pytest.raises(BadReply, match="carries no facts about the federation"):
+    with refuses(BadReply, "carries no facts"):
         Facts.read({"facts": {"shapes": shapes, "num_classes": 2, "frozen": "", "standardise": [], "columns": {}}})
 
 
@@ -260,5 +261,5 @@ def test_facts_of_a_hostile_server_that_are_no_shapes_are_named_as_such(shapes: 
 def test_a_hostile_server_cannot_make_a_device_build_a_model_of_any_number_of_classes(classes: Any) -> None:
     facts = {"shapes": {"a": [3]}, "num_classes": 2, "frozen": "", "standardise": [], "columns": {}}
     assert Facts.read({"facts": facts}).num_classes == 2
-    with pytest.raises(BadReply, match="carries no facts about the federation"):
+    with refuses(BadReply, "carries no facts"):
         Facts.read({"facts": facts | {"num_classes": classes}})

@@ -23,6 +23,7 @@ from polyfed.model import ModelSpec
 from polyfed.objective import Retrieval
 from polyfed.privacy.egress.mixing import Mixing
 from polyfed.privacy.egress.policy import Policy
+from refusals import refuses
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*measures nothing")
 
@@ -83,7 +84,7 @@ def _rows(initial: Tree, gradient: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_rows_of_a_gate_do_not_leave_with_the_block_that_it_gates(engine: str) -> None:
     parts = assemble(gated(ONLY_B, engine))
-    with pytest.raises(EgressError, match=r"parameters of b may not go to the server \(the model mixes the modalities"):
+    with refuses(EgressError, "multiplies"):
         stolen(parts)
     assert parts.ledger.bytes_up == 0
     assert {row["verdict"] for row in up(parts)} == {"refused"}

@@ -44,6 +44,7 @@ from polyfed.engines.flower.server.transport import is_too_large
 from polyfed.engines.protocol import Patience
 from polyfed.federation.wire_format import Packet
 from polyfed.transport.web import LARGEST_HEAD, BoundedHead, public_config
+from refusals import refuses
 
 PATH = "/v1/fleet/push-object"
 assert PATH in PUBLIC
@@ -235,7 +236,7 @@ def test_a_run_whose_replies_are_too_large_is_refused_before_its_first_round(tmp
     devices = Devices(tmp_path, LARGE)
     recipe = devices.app / "recipe.toml"
     recipe.write_text(recipe.read_text() + "message_megabytes = 2\n")
-    with pytest.raises(RecipeError, match=r"a reply of task 'update' takes [\d,]+ bytes, and .* = 2 allows 2,097,152"):
+    with refuses(RecipeError, "task 'update' takes"):
         devices.serve(tmp_path / "run")
     told = json.loads((tmp_path / "run" / "error.json").read_text())
     assert (told["error"], told["exit_code"]) == ("RecipeError", 2)
@@ -249,7 +250,7 @@ def test_a_message_of_the_server_that_is_too_large_is_not_sent(tmp_path: Path, m
     recipe = devices.app / "recipe.toml"
     recipe.write_text(recipe.read_text() + "message_megabytes = 2\n")
     monkeypatch.setattr("polyfed.experiment.checks.check.refuse_large", lambda assembly: None)
-    with pytest.raises(RecipeError, match=r"the message of task 'update' to client 0 takes [\d,]+ bytes"):
+    with refuses(RecipeError, "to client 0"):
         devices.serve(tmp_path / "run")
     assert not (tmp_path / "nodes" / "0" / "polyfed-state" / "audit.jsonl").exists()
 

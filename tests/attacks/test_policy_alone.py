@@ -10,6 +10,7 @@ from polyfed.core.errors import EgressError, NotAllowed, RecipeError
 from polyfed.deploy.device.recipe_check import Inspection, inspect
 from polyfed.experiment.checks.check import check
 from polyfed.experiment.recipes.recipe import parse_recipe
+from refusals import refuses
 
 MLP = {"kind": "mlp", "hidden": [4]}
 NAMED: dict[str, Any] = {"encoders": {"lab": MLP, "stay": MLP}}
@@ -94,7 +95,7 @@ def test_a_row_keeps_a_column_out_of_all_modalities(how: str, tmp_path: Path) ->
     file = tmp_path / "policy.toml"
     file.write_text(GUARD)
     data = table(tmp_path) | READS_WARD[how]
-    with pytest.raises(EgressError, match="'ward' has a policy row of its own"):
+    with refuses(EgressError, "policy row"):
         asked(data, {}, file)
     sections = {
         "data": data,
@@ -102,7 +103,7 @@ def test_a_row_keeps_a_column_out_of_all_modalities(how: str, tmp_path: Path) ->
         "algorithm": {"name": "fedavg"},
         "egress": {"ward": {"server": []}},
     }
-    with pytest.raises(EgressError, match="'ward' has a policy row of its own"):
+    with refuses(EgressError, "policy row"):
         check(parse_recipe(sections))
 
 
@@ -117,14 +118,14 @@ def test_a_row_of_a_column_that_nothing_reads_changes_nothing(tmp_path: Path) ->
     sections = {"data": data, "clients": {"num": 2}, "algorithm": {"name": "fedavg"}}
     rows = {"egress": {"ward": {"server": []}}}
     assert check(parse_recipe(sections | rows)).planned == check(parse_recipe(sections)).planned
-    with pytest.raises(RecipeError, match="no row 'wart'"):
+    with refuses(RecipeError, "egress.wart: no row 'wart'"):
         check(parse_recipe(sections | {"egress": {"wart": {"server": []}}}))
 
 
 def test_the_list_of_allowed_columns_holds_for_tables(tmp_path: Path) -> None:
     file = tmp_path / "policy.toml"
     file.write_text('[allow]\ncolumns = ["crp", "age"]\n')
-    with pytest.raises(NotAllowed, match=r'\[allow\] columns = \["ward"\]'):
+    with refuses(NotAllowed, 'columns = ["ward"]'):
         asked(table(tmp_path), {}, file)
     file.write_text('[allow]\ncolumns = ["crp", "age", "ward"]\n')
     assert asked(table(tmp_path), {}, file).planned
@@ -133,5 +134,5 @@ def test_the_list_of_allowed_columns_holds_for_tables(tmp_path: Path) -> None:
 def test_a_row_that_resembles_a_modality_is_no_guard(tmp_path: Path) -> None:
     file = tmp_path / "policy.toml"
     file.write_text("[egress.staj]\nserver = []\n")
-    with pytest.raises(RecipeError, match="no row 'staj'; did you mean 'stay'"):
+    with refuses(RecipeError, "egress.staj: mean 'stay'"):
         asked(arrays(tmp_path), {}, file)

@@ -40,6 +40,7 @@ from polyfed.privacy.differential.accounting import Accounting
 from polyfed.privacy.differential.guarantee import Guarantee
 from polyfed.privacy.differential.mechanism import Mechanism
 from privacy.test_private_runs import private
+from refusals import refuses
 
 # differential privacy
 
@@ -171,7 +172,7 @@ def test_a_damaged_count_of_repeated_rounds_is_named_and_not_taken_for_none(tmp_
     path = tmp_path / "repeated-rounds.json"
     for text in ("{", "[]", '{"rounds": "many"}', '{"rounds": null}'):
         path.write_text(text)
-        with pytest.raises(CheckpointError, match=r"repeated-rounds\.json is damaged"):
+        with refuses(CheckpointError, "repeated-rounds.json is damaged"):
             read_notes(path, int)
     path.write_text('{"rounds": 2}')
     assert read_notes(path, int) == {"rounds": 2}
@@ -184,7 +185,7 @@ def test_amplification_needs_clients_without_memory() -> None:
     """
     made = private("central", amplification=True)
     memory = world.algorithm("moon", aggregation="uniform")
-    with pytest.raises(RecipeError, match="amplification"):
+    with refuses(RecipeError, "privacy.amplification: later"):
         assemble(replace(made, algorithm=memory))
 
 
@@ -246,7 +247,7 @@ def test_a_repeated_round_does_not_tell_the_update_of_the_client_that_was_lost(t
     use("advertise", 1, 5, None)  # the next request of the round
     use("advertise", 2, 0, None)
     for number in (0, 4):
-        with pytest.raises(EgressError, match="has already revealed the masks of this request"):
+        with refuses(EgressError, "revealed"):
             use("advertise", 1, number, None)
 
 

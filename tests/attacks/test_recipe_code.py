@@ -23,6 +23,7 @@ from polyfed.engines.protocol import hello
 from polyfed.experiment.recipes.recipe import load_recipe
 from polyfed.experiment.running import checkpoint
 from polyfed.model import ModelSpec, build_model
+from refusals import refuses
 
 TRAP = '''
 import os
@@ -152,7 +153,7 @@ def test_options_of_an_encoder_reach_no_command(trace: Path, tmp_path: Path, cap
 
 def test_a_module_that_cannot_hold_a_part_of_a_run_is_not_even_imported(trace: Path) -> None:
     for kind in ("this:s", "antigravity:fly", "traps.__main__:Made"):
-        with pytest.raises(ModelError, match="is not imported"):
+        with refuses(ModelError, "is not imported"):
             build_model(ModelSpec(encoders={"a": {"kind": kind}}), {"a": (3,)}, 2)
         assert kind.partition(":")[0] not in sys.modules
 
@@ -174,11 +175,9 @@ def test_a_checkpoint_names_no_class_through_another_module(tmp_path: Path, monk
     checkpoint.save(tmp_path, 1, {"found": checkpoint.pack(Allowance(), {})})
     for path in ("checkpoint:elsewhere.Reached", "checkpoint:Reached", "checkpoint:built"):
         skeleton = {"class": f"polyfed.{path}", "fields": [["marks", {"list": []}]]}
-        with pytest.raises(ValueError, match=path):
+        with refuses(ValueError, path):
             checkpoint.unpack(skeleton, {}, ())
-    with pytest.raises(
-        CheckpointError, match=r"cannot be read: it holds a polyfed\.experiment\.running\.checkpoint:Reached"
-    ):
+    with refuses(CheckpointError, "polyfed.experiment.running.checkpoint:Reached"):
         read_with(
             tmp_path, {"class": "polyfed.experiment.running.checkpoint:Reached", "fields": [["marks", {"list": []}]]}
         )
@@ -227,7 +226,7 @@ def test_code_that_comes_with_a_saved_model_is_not_run_nor_asked_about(
     (saved / "config.json").write_text(json.dumps(table))
     asked: list[str] = []
     monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or "y")
-    with pytest.raises(ModelError, match="custom code"):
+    with refuses(ModelError, "custom code"):
         build_model(with_model(saved), {"a": (5,)}, 2)
     assert not asked
     assert not trace.exists()
@@ -239,7 +238,7 @@ def test_weights_that_are_a_pickle_are_not_opened(saved: Path) -> None:
 
     torch.save(load_file(saved / "model.safetensors"), saved / "pytorch_model.bin")
     (saved / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"holds no model that can be loaded .*model\.safetensors"):
+    with refuses(ModelError, "model.safetensors"):
         build_model(with_model(saved), {"a": (5,)}, 2)
 
 
@@ -262,17 +261,17 @@ def test_an_entry_allows_what_it_says_and_no_more(entry: str, path: str, allowed
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('[allow]\nimports = ["*"]\n', r"'\*' must read 'package.module:Class' or 'package.\*'"),
+        ('[allow]\nimports = ["*"]\n', "'*' must read"),
         ('[allow]\nimports = ["mine:*"]\n', "must read"),
-        ('[allow]\nimports = "mine:Face"\n', "must be a list of words"),
-        ('[allow]\nimport = ["mine:Face"]\n', "did you mean 'imports'"),
-        ("allow = 1\n", r"write \[allow\]"),
+        ('[allow]\nimports = "mine:Face"\n', "list of words"),
+        ('[allow]\nimport = ["mine:Face"]\n', "mean 'imports'"),
+        ("allow = 1\n", "write [allow]"),
     ],
 )
 def test_a_wrong_allow_list_is_refused_and_named(text: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text(text)
     node = NodeConfig(data="x.npz", client=0, modalities="a", policy=str(tmp_path / "own.toml"))
-    with pytest.raises(RecipeError, match=words) as caught:
+    with refuses(RecipeError, words) as caught:
         node.rules  # noqa: B018
     assert "own.toml" in str(caught.value)
 
@@ -421,14 +420,14 @@ def test_a_saved_model_is_read_on_a_device_only_if_its_owner_allowed_it(saved: P
     assert f'[allow] models = ["{saved}"]' in answer.header["reason"]
     allow(made, 1, f'[allow]\nmodels = ["{saved}"]\n')
     assert made.handler(HELLO, made.configs[1]).header["verdict"] == "enrolled"
-    with only(Allowance()), pytest.raises(NotAllowed, match="has not been allowed to read"):
+    with only(Allowance()), refuses(NotAllowed, "model.encoders.a: allowed to read"):
         build_model(with_model(saved), {"a": (5,)}, 2)
 
 
 def test_a_refusal_ends_the_run_in_the_words_of_the_device(devices: Any, tmp_path: Path) -> None:
     made = devices("algorithm", "face:Mean")
     allow(made, 1, "[allow]\n")
-    with pytest.raises(EgressError, match=r"client 1 refused the recipe: .*imports = \[\"face:Mean\"\]"):
+    with refuses(EgressError, 'imports = ["face:Mean"]'):
         made.serve(tmp_path / "run")
     assert json.loads((tmp_path / "run" / "error.json").read_text())["exit_code"] == 3
     recipe = made.app / "recipe.toml"

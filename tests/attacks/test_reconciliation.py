@@ -20,6 +20,7 @@ from polyfed.privacy.egress import audit_log
 from polyfed.privacy.egress.audit_log import HEAD, PRIVATE_KEY
 from polyfed.privacy.egress.audit_log_verification import verify
 from polyfed.report import reconcile, write_report
+from refusals import refuses
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +257,7 @@ def test_a_full_disk_of_the_server_leaves_no_half_of_a_round(tmp_path: Path, mon
         sync(path)
 
     monkeypatch.setattr(audit_log, "sync", full)
-    with pytest.raises(DataError, match="No space left"):
+    with refuses(DataError, "No space left"):
         devices.serve(tmp_path / "run")
     told = json.loads((tmp_path / "run" / "error.json").read_text())
     assert "No space left" in told["text"]
@@ -282,7 +283,7 @@ def test_a_message_that_never_left_is_not_booked(tmp_path: Path, monkeypatch: An
         return push(several)
 
     monkeypatch.setattr(transport.grid, "push_messages", gone)
-    with pytest.raises(TransportError, match=r"could not send messages .*the SuperLink is gone"):
+    with refuses(TransportError, "SuperLink is gone"):
         devices.serve(tmp_path / "run", transport)
     told = json.loads((tmp_path / "run" / "error.json").read_text())
     assert (told["error"], told["exit_code"]) == ("TransportError", 6)

@@ -15,6 +15,7 @@ from polyfed.core.errors import CheckpointError, DataError, NotAllowed, PolyfedE
 from polyfed.core.system.json_and_toml import MOST_DEPTH, parse_json, parse_toml
 from polyfed.experiment.running import checkpoint
 from polyfed.report import compare, write_comparison, write_report
+from refusals import refuses
 from world import algorithm, recipe
 
 ROUNDS = 2
@@ -95,14 +96,14 @@ def test_a_checkpoint_without_its_checksums_is_not_read(change: Any, read: Any, 
     content = bytearray(tensors.read_bytes())
     content[-1] ^= 1  # what the checksum would have shown
     tensors.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"latest\.json must hold the SHA-256"):
+    with refuses(CheckpointError, "latest.json"):
         read(run)
 
 
 @pytest.mark.parametrize("name", ["..", "/etc", "round-000002/../../elsewhere", 3, None, "elsewhere"])
 def test_a_checkpoint_is_read_from_its_own_folder_only(name: Any, run: Path) -> None:
     relabel(run, lambda latest: latest.update(folder=name))
-    with pytest.raises(CheckpointError, match=r"does not name the folder"):
+    with refuses(CheckpointError, "name the folder"):
         polyfed.load_run(run)
 
 
@@ -110,7 +111,7 @@ def test_a_checkpoint_is_read_from_its_own_folder_only(name: Any, run: Path) -> 
 def test_the_round_of_a_checkpoint_is_a_number_of_a_round(round: Any, run: Path) -> None:
     relabel(run, lambda latest: latest.update(round=round))
     for read in (resume, polyfed.load_run):
-        with pytest.raises(CheckpointError, match="does not name a round"):
+        with refuses(CheckpointError, "name a round"):
             read(run)
 
 
@@ -144,7 +145,7 @@ def nested(depth: int) -> str:
 @pytest.mark.parametrize("read", [resume, polyfed.load_run])
 def test_a_state_of_another_form_is_refused_in_words(text: str, read: Any, run: Path) -> None:
     restate(run, lambda _: text)
-    with pytest.raises(CheckpointError, match=r"checkpoint.*Restore it from a copy") as caught:
+    with refuses(CheckpointError, "checkpoint in") as caught:
         read(run)
     assert caught.value.exit_code == 5
 
@@ -181,7 +182,7 @@ def test_a_state_that_could_not_be_read_again_is_not_written(tmp_path: Path) -> 
     cycle: list[Any] = []
     cycle.append(cycle)
     for state in (deep, cycle, 10**400):
-        with pytest.raises(CheckpointError, match="cannot be written to a checkpoint"):
+        with refuses(CheckpointError, "written to a"):
             checkpoint.save(tmp_path, 1, state)
     checkpoint.save(tmp_path, 1, 2**130)
     assert checkpoint.load(tmp_path) == (1, 2**130)
@@ -205,7 +206,7 @@ def test_a_run_does_not_go_on_from_a_damaged_file(name: str, text: str, run: Pat
 @pytest.mark.parametrize("text", EXTREMES.values(), ids=EXTREMES)
 def test_a_run_is_not_loaded_from_a_damaged_file(name: str, text: str, run: Path) -> None:
     (run / name).write_text(text + "\n")
-    with pytest.raises((CheckpointError, DataError), match=name):
+    with refuses((CheckpointError, DataError), name):
         polyfed.load_run(run)
 
 
@@ -255,12 +256,12 @@ WRONG: list[dict[str, Any]] = [
 def test_a_round_with_a_wrong_entry_is_damage(change: dict[str, Any], run: Path, tmp_path: Path) -> None:
     (run / "rounds.jsonl").write_text(json.dumps(ROW | change) + "\n")
     if "confusion" not in change or change["confusion"] == 3:  # a report does not look at the matrix itself
-        with pytest.raises(DataError, match=r"rounds\.jsonl, line 1 is damaged"):
+        with refuses(DataError, "rounds.jsonl"):
             write_report(run)
-        with pytest.raises(DataError, match=r"rounds\.jsonl, line 1 is damaged"):
+        with refuses(DataError, "rounds.jsonl"):
             write_comparison(compare([run]), tmp_path / "c.html")
     if "tables" not in change and "missing" not in change:  # nor does a comparison look at these
-        with pytest.raises(DataError, match=r"rounds\.jsonl"):
+        with refuses(DataError, "rounds.jsonl"):
             compare([run, another_fold(run)], reach=0.5)
 
 
@@ -290,7 +291,7 @@ def another_fold(folder: Path) -> Path:
 def test_a_ledger_with_a_wrong_entry_is_damage(old: str, new: str, run: Path) -> None:
     path = run / "egress.jsonl"
     path.write_text(path.read_text().replace(old, new, 1))
-    with pytest.raises(DataError, match=r"egress\.jsonl, line 1 is damaged"):
+    with refuses(DataError, "egress.jsonl"):
         write_report(run)
 
 
@@ -308,7 +309,7 @@ def test_the_resolved_recipe_may_be_an_attack_too(text: str, run: Path) -> None:
     path = run / "recipe.toml"
     path.write_text(path.read_text() + text)
     for read in (resume, write_report, polyfed.load_run, lambda folder: compare([folder])):
-        with pytest.raises(PolyfedError, match=r"recipe\.toml") as caught:
+        with refuses(PolyfedError, "recipe.toml") as caught:
             read(run)
         assert caught.value.exit_code in (2, 5)
 
@@ -373,7 +374,7 @@ def test_a_saved_model_imports_nothing_that_the_caller_did_not_name(
     change: Any, imports: list[str], trace: Path, tmp_path: Path
 ) -> None:
     folder = exported(tmp_path / "model", change)
-    with pytest.raises(NotAllowed, match=r'load_model\(\.\.\., imports=\["sentinel:Encoder"\]\)'):
+    with refuses(NotAllowed, 'load_model(..., imports=["sentinel:Encoder"])'):
         polyfed.load_model(folder, imports=imports)
     assert not trace.exists()
     assert "sentinel" not in sys.modules
@@ -395,7 +396,7 @@ def test_a_saved_model_reads_no_other_model_that_the_caller_did_not_name(tmp_pat
     folder = exported(
         tmp_path / "model", lambda said: said["model"]["encoders"].update(a={"kind": "hf", "path": "/elsewhere"})
     )
-    with pytest.raises(NotAllowed, match=r'load_model\(\.\.\., backbones=\["/elsewhere"\]\)'):
+    with refuses(NotAllowed, 'backbones=["/elsewhere"]'):
         polyfed.load_model(folder)
 
 
@@ -415,7 +416,7 @@ def test_a_saved_model_reads_no_other_model_that_the_caller_did_not_name(tmp_pat
 )
 def test_a_damaged_description_of_a_model_is_refused_in_words(change: Any, tmp_path: Path) -> None:
     folder = exported(tmp_path / "model", change)
-    with pytest.raises(PolyfedError, match=r"model\.json|\[model\]|\[predictor\]|is unknown") as caught:
+    with refuses(PolyfedError, "model.json") as caught:
         polyfed.load_model(folder).of(0)
     assert caught.value.exit_code in (2, 5)
 

@@ -22,6 +22,7 @@ from polyfed.privacy.egress.policy import Policy
 from polyfed.selection import Uniform
 from polyfed.start import run
 from polyfed.training.optimisers import Train
+from refusals import refuses
 from world import algorithm, recipe, through
 
 CLIENTS = 30
@@ -29,7 +30,7 @@ SECRET: dict[str, dict[str, list[str]]] = {"a": {"server": []}}
 """Nothing of modality `a` may reach the server."""
 WRITTEN = SECRET | {"shared": {"server": ["parameters", "statistic"]}}
 """The same, and the owner has written that the head may."""
-FIX = r'\[egress.shared\] server = \["parameters", "statistic"\]'
+FIX = '["parameters", "statistic"]'
 
 
 class Identity(nn.Module):
@@ -94,10 +95,10 @@ def recovered(parts: Assembly) -> int:
 @pytest.mark.parametrize("name", ["fedavg", "pfmml"])
 def test_rows_of_a_forbidden_modality_do_not_leave_with_the_head(name: str, engine: str) -> None:
     made = exposed(name, SECRET, engine)
-    with pytest.raises(EgressError, match=r"parameters of shared to the server(.|\n)*" + FIX):
+    with refuses(EgressError, FIX):
         refuse_forbidden(assemble(made))
     parts = assemble(made)
-    with pytest.raises(EgressError, match=r"of shared may not go to the server \(without a row of its own, 'shared'"):
+    with refuses(EgressError, "layers mix"):
         through(parts, 1)
     assert parts.ledger.bytes_up == 0
     assert {row["verdict"] for row in up(parts)} == {"refused"}
@@ -126,7 +127,7 @@ def test_check_says_why_and_which_row_decides(tmp_path: Path, capsys: Any) -> No
         main(("check", str(tmp_path / "made.toml")))
     assert stop.value.code == 3
     assert "since its layers mix them; [egress.a] server forbids it" in " ".join(capsys.readouterr().out.split())
-    with pytest.raises(EgressError, match="since its layers mix them"):
+    with refuses(EgressError, "layers mix"):
         run(exposed("fedavg", SECRET))
 
 

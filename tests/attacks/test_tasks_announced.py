@@ -29,6 +29,7 @@ from polyfed.experiment.checks.check import check, plan
 from polyfed.experiment.running.assembly import assemble, population_of
 from polyfed.selection import Uniform
 from polyfed.training.prototypes import Encoders
+from refusals import refuses
 from world import recipe, through
 
 
@@ -112,7 +113,7 @@ class Growing(Averaging):
 
 
 def test_a_task_that_comes_later_lets_nothing_out() -> None:
-    refused(recipe(Growing(train=TRAIN)), "refused to answer task late, which the algorithm did not have")
+    refused(recipe(Growing(train=TRAIN)), "answer task late")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +138,7 @@ class Straying(Averaging):
 
 @pytest.mark.parametrize("how", ["unmarked", "other", "parent"])
 def test_only_tasks_of_the_algorithm_are_asked(how: str) -> None:
-    refused(recipe(Straying(train=TRAIN, how=how)), "is not a task of Straying", RecipeError)
+    refused(recipe(Straying(train=TRAIN, how=how)), "task of Straying", RecipeError)
 
 
 # what the method says it does not ask or send
@@ -163,13 +164,13 @@ class Examining(Averaging):
 def test_a_task_that_is_not_announced_lets_nothing_out(asked: str) -> None:
     made = recipe(Examining(train=TRAIN, asked=asked, evaluation=Evaluation(personal=False)), egress=EVERYTHING)
     made = replace(made, clients=replace(made.clients, personal_test=0.3))
-    refused(made, rf"in a reply to task {asked}, as Examining.will_ask says that it is not sent")
+    refused(made, f"to task {asked}")
 
 
 def test_a_client_does_not_hand_over_what_only_the_servers_rows_are_asked_for() -> None:
     parts = assemble(replace(world("creamfl"), egress=EVERYTHING))
     request = Request(parts.algorithm.publish, "publish", 1, 1, 0, 1)  # type: ignore[attr-defined]
-    with pytest.raises(EgressError, match=r"`polyfed check` does not announce raw of a in a reply to task publish"):
+    with refuses(EgressError, "raw of a"):
         parts.engine.answer(request, [0], PublicSetWanted())
     assert parts.ledger.bytes_up == 0
 
@@ -180,8 +181,8 @@ def test_what_will_send_denies_does_not_leave() -> None:
 
     method = hiding(update_with("predictions", blocks=("shared",)), under("shared"), will_send=denies)
     assert not [row for row in plan(assemble(recipe(method, egress=EVERYTHING))) if row.field == "extra"]
-    refused(recipe(method, egress=EVERYTHING), r"More.extra: .* as Smuggler.will_send says that it is not sent")
-    refused(recipe(method), "predictions of shared may not go to the server")
+    refused(recipe(method, egress=EVERYTHING), "as Smuggler.will_send says")
+    refused(recipe(method), "predictions of shared")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +203,7 @@ def test_what_no_rehearsal_sees_is_refused_when_it_comes(engine: Any) -> None:
     parts = assemble(made)
     through(parts, 1)
     before = parts.ledger.bytes_up
-    with pytest.raises(EgressError, match=r"More.extra: it holds 'shared'"):
+    with refuses(EgressError, "holds 'shared'"):
         through(parts, 3)
     assert places(row for row in up(parts) if row["verdict"] == "allowed") <= places(check(made).planned)
     assert {row["field"] for row in up(parts) if row["verdict"] == "allowed"} == {"params", "loss", "num_rows"}

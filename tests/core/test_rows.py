@@ -8,6 +8,7 @@ from torch import Tensor
 
 from polyfed.core.messages import Message, carries, crossings, message, trimmed
 from polyfed.model import ModelSpec, build_model
+from refusals import refuses
 from world import PLAIN
 
 
@@ -29,7 +30,7 @@ def test_the_ledger_sees_real_rows_only() -> None:
 
 
 def test_a_field_must_count_its_rows_with_a_field_of_the_message() -> None:
-    with pytest.raises(AssertionError, match="counts rows"):
+    with refuses(AssertionError, "counts rows"):
 
         @message
         class Wrong(Message):

@@ -9,6 +9,7 @@ from polyfed.core.vocabulary import MEANINGS, PLACES, place_of
 from polyfed.data.sources.own.npz import Npz
 from polyfed.experiment.recipes.recipe import parse_recipe
 from polyfed.experiment.recipes.sections import SECTIONS
+from refusals import refuses
 from world import algorithm, recipe
 
 
@@ -30,25 +31,25 @@ def test_no_word_has_two_meanings() -> None:
 @pytest.mark.parametrize(
     ("written", "says"),
     [
-        ({"learning_rate": 0.1}, "did you mean train.lr?"),
-        ({"num_clients": 5}, "did you mean clients.num?"),
-        ({"n_rounds": 5}, "did you mean 'rounds'?"),
-        ({"optimizer": {"lr": 0.1}}, "did you mean train.optimiser?"),
-        ({"train": {"learning_rate": 0.1}}, r"\[train\] has no option 'learning_rate'; did you mean 'lr'\? Allowed: "),
-        ({"train": {"batch": 4}}, "did you mean 'batch_size'"),
-        ({"train": {"local_epochs": 4}}, "did you mean 'epochs'"),
-        ({"clients": {"dirichlet-alpha": 0.1}}, "did you mean 'alpha'"),
-        ({"algorithm": {"name": "fedprox", "server_lr": 1.0}}, "did you mean server.lr?"),
-        ({"train": {"epcohs": 4}}, "did you mean 'epochs'"),
+        ({"learning_rate": 0.1}, "learning_rate: mean train.lr?"),
+        ({"num_clients": 5}, "num_clients: mean clients.num?"),
+        ({"n_rounds": 5}, "n_rounds: mean 'rounds'?"),
+        ({"optimizer": {"lr": 0.1}}, "optimizer: mean train.optimiser?"),
+        ({"train": {"learning_rate": 0.1}}, "train.learning_rate: mean 'lr'?"),
+        ({"train": {"batch": 4}}, "train.batch: mean 'batch_size'"),
+        ({"train": {"local_epochs": 4}}, "train.local_epochs: mean 'epochs'"),
+        ({"clients": {"dirichlet-alpha": 0.1}}, "clients.dirichlet-alpha: mean 'alpha'"),
+        ({"algorithm": {"name": "fedprox", "server_lr": 1.0}}, "algorithm.server_lr: mean server.lr?"),
+        ({"train": {"epcohs": 4}}, "train.epcohs: mean 'epochs'"),
     ],
 )
 def test_a_recipe_with_a_foreign_word_names_the_key(written: dict[str, object], says: str) -> None:
-    with pytest.raises(RecipeError, match=says.replace("?", r"\?") if "\\" not in says else says):
+    with refuses(RecipeError, says):
         parse_recipe(recipe(algorithm("fedavg")).table() | written)
 
 
 def test_a_key_that_exists_in_another_section_is_named_there() -> None:
-    with pytest.raises(RecipeError, match=r"write train\.lr or server\.lr"):
+    with refuses(RecipeError, "lr: server.lr"):
         parse_recipe(recipe(algorithm("fedavg")).table() | {"lr": 0.1})
 
 

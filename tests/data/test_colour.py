@@ -9,6 +9,7 @@ import torch
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.data.sources import SOURCES
 from polyfed.data.sources.pictures.colour import MEAN_COLOURS, colours, painted
+from refusals import refuses
 
 LABEL = torch.arange(20000) % 10
 TRAIN = torch.zeros(20000, dtype=torch.int8)
@@ -128,7 +129,7 @@ def test_a_subset_keeps_its_share_of_every_class_and_the_colours_of_the_whole(tm
     assert torch.bincount(half.label[half.rows(0)]).tolist() == [3] * 10
     assert torch.bincount(half.label[half.rows(1)]).tolist() == [1] * 10
     assert torch.equal(half.column("color").values, whole.column("color").values[half.ids])
-    with pytest.raises(RecipeError, match=r"subset = 0: must be above 0"):
+    with refuses(RecipeError, "data.subset: must be"):
         SOURCES["cg-mnist"](path="x", subset=0)
 
 
@@ -146,22 +147,22 @@ def test_published_colours_are_read_in_mnists_order(tmp_path, small_mnist):
     stored = np.concatenate([theirs["train_image"], theirs["test_image"]]).transpose(0, 3, 1, 2)
     np.testing.assert_array_equal(columns.column("color").values.numpy(), stored)
     np.savez(file, **theirs, train_label=labels["train_label"][::-1], test_label=labels["test_label"])
-    with pytest.raises(DataError, match="pairs would be wrong"):
+    with refuses(DataError, "would be wrong"):
         SOURCES["cg-mnist"](path=str(tmp_path), colored=str(file)).load()
 
 
 def test_the_published_pickle_is_refused_with_the_way_out(tmp_path, small_mnist):
     np.savez(tmp_path / "mnist.npz", **small_mnist)
     np.save(tmp_path / "colored.npy", np.array({"a": 1}, dtype=object), allow_pickle=True)
-    with pytest.raises(DataError, match=r"never opens\. Convert it once"):
+    with refuses(DataError, "pickled dictionary"):
         SOURCES["cg-mnist"](path=str(tmp_path), colored=str(tmp_path / "colored.npy")).load()
 
 
 def test_what_is_not_mnist_is_refused(tmp_path, small_mnist):
-    with pytest.raises(DataError, match="has no train-images-idx3-ubyte or"):
+    with refuses(DataError, "train-images-idx3-ubyte"):
         SOURCES["cg-mnist"](path=str(tmp_path)).load()
     np.savez(tmp_path / "mnist.npz", **(small_mnist | {"x_test": small_mnist["x_test"][:5]}))
-    with pytest.raises(DataError, match="not MNIST"):
+    with refuses(DataError, "not MNIST"):
         SOURCES["cg-mnist"](path=str(tmp_path)).load()
 
 

@@ -12,10 +12,11 @@ import torch
 from torch.utils.data import Dataset
 
 import polyfed
-from polyfed.core.errors import DataError, EgressError, PolyfedError, PolyfedWarning, RecipeError
+from polyfed.core.errors import DataError, EgressError, PolyfedError, RecipeError
 from polyfed.data.column_rules import rules_of
 from polyfed.experiment.recipes.recipe import load_recipe, parse_recipe
 from polyfed.experiment.running.assembly import assemble, population_of
+from refusals import refuses, warned
 
 ROWS = 240
 DRAW = np.random.default_rng(5)
@@ -140,7 +141,7 @@ def test_a_client_names_only_words_of_several_rows() -> None:
     rare = {**RULES, "port": {"kind": "one-hot", "min_rows": 1}}
     every = population_of(polyfed.make_recipe(held, **(OPTIONS | {"columns": rare}), clients="client"))
     assert every.columns.modalities["person"].features[1].words == ("C", "Q", "S", "secret")
-    with pytest.raises(DataError, match=r"column 'sex': no client has a word in 900 .* columns = \{ sex ="):
+    with refuses(DataError, "word in 900"):
         population_of(
             polyfed.make_recipe(held, **(OPTIONS | {"columns": RULES | {"sex": {"kind": "one-hot", "min_rows": 900}}}))
         )
@@ -226,15 +227,15 @@ def test_unknown_words_count_as_none_of_the_words() -> None:
     run = polyfed.run(data=frame(), **OPTIONS, clients="client")
     two = TABLE["person"].head(2)
     found = []
-    for word, told in (("XX", "'XX'"), (None, "an empty cell")):
-        with pytest.warns(PolyfedWarning, match=f"'port' has 2 words that the model has not learnt, such as {told}"):
+    for word, told in (("XX", "as 'XX'"), (None, "an empty cell")):
+        with warned(told):
             found.append(run.predict({"person": two.assign(port=word), "when": TABLE["when"].head(2)}))
     odd, gone = found
     assert torch.equal(odd, gone)
     assert bool(odd.isfinite().all())
-    with pytest.raises(DataError, match=r"x\['person'\]: modality 'person' lacks 1 column 'age'"):
+    with refuses(DataError, "column 'age'"):
         run.predict({"person": two.drop(columns="age")})
-    with pytest.raises(DataError, match=r"column 'age' holds 'old' at row 0"):
+    with refuses(DataError, "'old' at row"):
         run.predict({"person": two.assign(age="old")})
 
 
@@ -253,9 +254,7 @@ def test_what_clients_tell_is_announced_and_booked_and_the_policy_decides(tmp_pa
     assert {row["verdict"] for row in told} == {"allowed"}
     assert run.result["bytes_up"] >= sum(row["bytes"] for row in rows if row["destination"] == "server")
     quiet = {"person": {"server": ["parameters", "gradients"]}, "shared": {"server": ["parameters", "statistic"]}}
-    with pytest.raises(
-        EgressError, match=r"statistic of person to the server: ColumnStatistics\.sex, port, age \(task set-up\)"
-    ):
+    with refuses(EgressError, "statistic of person"):
         polyfed.run(data=frame(), egress=quiet, **OPTIONS, clients="client")
     stated = {
         "sex": {"kind": "one-hot", "words": ["female", "male"]},
@@ -278,34 +277,32 @@ def test_what_clients_tell_is_announced_and_booked_and_the_policy_decides(tmp_pa
     ],
 )
 def test_noise_and_masks_refuse_a_fit_that_has_neither(section: dict[str, Any]) -> None:
-    with pytest.raises(
-        RecipeError, match=r"columns\] sex, port, age: each client would tell .* without noise .* mean = 0"
-    ):
+    with refuses(RecipeError, "data.columns: means without noise"):
         assemble(polyfed.make_recipe(frame(), **OPTIONS, clients="client", **section))
 
 
 @pytest.mark.parametrize(
     ("rules", "words"),
     [
-        ({"sex": "onehot"}, r"columns sex: kind = 'onehot'.*one-hot"),
-        ({"sex": "embedding"}, r"columns sex: needs size"),
-        ({"born": "date"}, r"columns born: needs start"),
-        ({"born": {"kind": "date", "start": "soon"}}, r"start = 'soon' is no date"),
-        ({"sex": {"kind": "one-hot", "mean": 2.0}}, r"mean has no effect on kind = 'one-hot'"),
-        ({"sex": {"kind": "one-hot", "wrods": ["a"]}}, r"no option 'wrods'"),
-        ({"sex": {"kind": "one-hot", "words": ["a", "a"]}}, r"each of them once"),
-        ({"sex": 3}, r"columns sex = 3: give a kind"),
-        ("sex", r"columns is a str: give the rule of each column"),
+        ({"sex": "onehot"}, "kind: 'onehot'"),
+        ({"sex": "embedding"}, "needs size"),
+        ({"born": "date"}, "needs start"),
+        ({"born": {"kind": "date", "start": "soon"}}, "is no date"),
+        ({"sex": {"kind": "one-hot", "mean": 2.0}}, "effect on kind"),
+        ({"sex": {"kind": "one-hot", "wrods": ["a"]}}, "wrods: no option 'wrods'"),
+        ({"sex": {"kind": "one-hot", "words": ["a", "a"]}}, "each of them"),
+        ({"sex": 3}, "sex = 3"),
+        ("sex", "a str"),
     ],
 )
 def test_wrong_rules_are_refused(rules: Any, words: str) -> None:
-    with pytest.raises(RecipeError, match=words):
+    with refuses(RecipeError, words):
         rules_of("columns", rules)
 
 
 def test_a_rule_of_a_column_that_nobody_reads_is_refused() -> None:
-    for column, words in (("sox", r"names 'sox', which is in no modality.*'sex'"), ("client", "it is the client")):
-        with pytest.raises(PolyfedError, match=words):
+    for column, words in (("sox", "mean 'sex'"), ("client", "is the client")):
+        with refuses(PolyfedError, words):
             polyfed.make_recipe(frame(), **(OPTIONS | {"columns": RULES | {column: "one-hot"}}), clients="client")
 
 
@@ -327,14 +324,14 @@ def test_dates_are_numbers_since_the_start(written: list[Any], more: dict[str, A
 def test_dates_that_can_be_read_in_two_ways_are_refused() -> None:
     rule: dict[str, Any] = {"born": {"kind": "date", "start": "2020-01-01"}}
     held = pd.DataFrame({"x": FARE[:24], "born": ["03.01.2020", "04.02.2021"] * 12, "label": [0, 1] * 12})
-    with pytest.raises(DataError, match=r"'03.01.2020', in which day and month cannot be told apart.*%d.%m.%Y"):
+    with refuses(DataError, "day and month"):
         polyfed.make_recipe(held, columns=rule, modalities={"born": "born"})
-    with pytest.raises(DataError, match=r"column 'born' holds 'soon' at row 1, which is no date"):
+    with refuses(DataError, "'soon' at row"):
         polyfed.make_recipe(held.assign(born=["2020-01-01", "soon"] * 12), columns=rule, modalities={"born": "born"})
 
 
 def test_only_tabular_reads_vectors_of_words() -> None:
-    with pytest.raises(PolyfedError, match=r"only the encoder 'tabular' has. Write \[model.encoders\] person = "):
+    with refuses(PolyfedError, "model.encoders.person: 'tabular' has"):
         assemble(polyfed.make_recipe(frame(), **OPTIONS, model={"encoders": {"person": {"kind": "mlp"}}}))
     made = assemble(polyfed.make_recipe(frame(), **OPTIONS, model={"encoders": {"person": {"kind": "tabular"}}}))
     assert made.recipe.model.encoders["person"].embeddings == ((2, 3, 2),)  # type: ignore[attr-defined]
@@ -344,7 +341,7 @@ def test_init_names_the_rules_and_takes_them(tmp_path: Path) -> None:
     from polyfed.cli.init import rules_in, write_recipe
 
     frame()[["sex", "age", "fare", "label"]].to_csv(tmp_path / "my table.csv", index=False)
-    with pytest.raises(DataError, match=r"as \[data\] columns = \{ age = \"mean\" \} .* does, and leave out rows"):
+    with refuses(DataError, "empty cells"):
         write_recipe(tmp_path / "my table.csv", tmp_path / "mine.toml", {})
     rules = rules_in(["sex=one-hot", 'age={ kind = "mean" }'])
     notes = write_recipe(tmp_path / "my table.csv", tmp_path / "mine.toml", {}, rules)
@@ -352,7 +349,7 @@ def test_init_names_the_rules_and_takes_them(tmp_path: Path) -> None:
     run = polyfed.run(tmp_path / "mine.toml")
     assert run.result["dataset"] == "my table"
     assert {f.column for features in run.models.features.values() for f in features} == {"sex", "age", "fare"}
-    with pytest.raises(RecipeError, match=r"--column age=\{: .*NAME=mean"):
+    with refuses(RecipeError, "--column age"):
         rules_in(["age={"])
 
 
@@ -465,21 +462,21 @@ def test_a_device_books_what_it_tells_and_the_logs_agree(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("policy", "words"),
     [
-        ("[limits]\nmin_rows = 1\n", r"\[data\] modalities person = 'sex' names an array .* columns = \[\"sex\"\]"),
+        ("[limits]\nmin_rows = 1\n", "modalities person"),
         (
             ALLOW + '[egress.person]\nserver = ["parameters"]\n[egress.shared]\nserver = ["parameters", "statistic"]\n',
-            r"refused to tell the words and means of sex, port, age .*\[egress.person\] server",
+            "refused to tell",
         ),
         (
             ALLOW + "[require]\nsecure_aggregation = true\n",
-            r"\[require\] of the device, and \[data.columns\] sex, port, age: each client would tell",
+            "[require]",
         ),
     ],
 )
 def test_a_device_refuses_what_its_owner_has_not_allowed(tmp_path: Path, policy: str, words: str) -> None:
     pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
     federation = Federation(tmp_path, policy=policy)
-    with pytest.raises(PolyfedError, match=words):
+    with refuses(PolyfedError, words):
         federation.deployed()
 
 
@@ -493,7 +490,7 @@ def test_a_recipe_cannot_join_an_array_that_means_something_else(tmp_path: Path)
         "algorithm": {"name": "fedavg"},
     }
     with only(Allowance(columns=("sex", "client", "scan"))):
-        for name in ("client", "scan"):
+        for name, said in (("client", "data.client: 'client'"), ("scan", "'scan'")):
             table["data"]["modalities"]["person"] = ["sex", name]
-            with pytest.raises(PolyfedError, match=rf"{name}"):
+            with refuses(PolyfedError, said):
                 check_arrays(parse_recipe(table), ("person", "scan"))

@@ -8,6 +8,7 @@ from torch.utils.data import Dataset
 import polyfed
 from polyfed.core.errors import DataError, PolyfedError
 from polyfed.data.reading.objects import Given, table_of
+from refusals import refuses
 
 
 class Samples(Dataset):
@@ -71,30 +72,30 @@ def test_a_task_without_labels_reads_named_keys_too():
 @pytest.mark.parametrize(
     ("make", "given", "words"),
     [
-        (keyed, {"modalities": ["audoi"]}, "data: no sample has the modality 'audoi'; did you mean 'audio'"),
-        (inside, {"modalities": ["audoi"]}, "data: no sample has the modality 'audoi'; did you mean 'audio'"),
-        (keyed, {"modalities": ["audio", "label"]}, "'label' is the key of the labels and also one of the modalities"),
-        (keyed, {"modalities": ["who"], "clients": "who"}, "'who' is the key of the clients and also one of the"),
-        (keyed, {"modalities": {"audio": "a"}}, "data: no sample has the modality 'a'; Allowed: audio"),
-        (keyed, {"modalities": "audio"}, "modalities = 'audio': for a dataset, give a list of distinct names"),
-        (keyed, {"modalities": ["audio", "audio"]}, "give a list of distinct names"),
-        (keyed, {"labels": "lable"}, "data: sample 0 has no 'lable'; it has audio, .*Name it in labels="),
-        (keyed, {"clients": "speaker"}, "data: sample 0 has no 'speaker'; it has .*Name it in clients="),
+        (keyed, {"modalities": ["audoi"]}, "modality 'audoi'"),
+        (inside, {"modalities": ["audoi"]}, "modality 'audoi'"),
+        (keyed, {"modalities": ["audio", "label"]}, "'label' is the"),
+        (keyed, {"modalities": ["who"], "clients": "who"}, "'who' is the"),
+        (keyed, {"modalities": {"audio": "a"}}, "modality 'a'"),
+        (keyed, {"modalities": "audio"}, "modalities = 'audio'"),
+        (keyed, {"modalities": ["audio", "audio"]}, "distinct names"),
+        (keyed, {"labels": "lable"}, "no 'lable'"),
+        (keyed, {"clients": "speaker"}, "no 'speaker'"),
         (
             lambda row: (AUDIO[row], 1),
             {"clients": "who"},
-            "clients = 'who' names a key, but sample 0 of data is no dic",
+            "names a key",
         ),
-        (lambda row: AUDIO[row], {}, r"sample 0 of data is a ndarray: give \(x, label\) or a dictionary with 'label'"),
-        (lambda row: (AUDIO[row],), {}, r"sample 0 of data is a tuple: give \(x, label\)"),
-        (lambda row: (AUDIO[row], [0] * (1 + row % 2)), {}, "data: the labels: the rows differ in length"),
+        (lambda row: AUDIO[row], {}, "a ndarray"),
+        (lambda row: (AUDIO[row],), {}, "tuple"),
+        (lambda row: (AUDIO[row], [0] * (1 + row % 2)), {}, "differ in length"),
     ],
 )
 def test_samples_in_other_forms_are_refused(make, given, words):
-    with pytest.raises(PolyfedError, match=words):
+    with refuses(PolyfedError, words):
         table_of(Samples(make), Given(**given))
 
 
 def test_a_sample_without_the_key_of_its_label_is_named():
-    with pytest.raises(DataError, match="sample 7 has no 'label'"):
+    with refuses(DataError, "no 'label'"):
         table_of(Samples(lambda row: {"audio": AUDIO[row]} | ({} if row == 7 else {"label": 1})), Given())

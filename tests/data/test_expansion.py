@@ -8,6 +8,7 @@ import pytest
 
 from polyfed.core.errors import DataError
 from polyfed.data.sources.own.table_files import Table
+from refusals import refuses
 
 
 def loaded(path: Path) -> Any:
@@ -17,14 +18,14 @@ def loaded(path: Path) -> Any:
 def test_short_rows_of_a_csv_file_are_not_filled_up_without_bound(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text(",".join(f"a{number}" for number in range(50_000)) + "\n" + "1\n" * 5_000)
-    with pytest.raises(DataError, match="like a zip bomb"):
+    with refuses(DataError, "zip bomb"):
         loaded(path)
 
 
 def test_lines_of_json_with_other_names_each_are_not_filled_up_without_bound(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text("".join(f'{{"k{number}":1}}\n' for number in range(7_000)))
-    with pytest.raises(DataError, match="like a zip bomb"):
+    with refuses(DataError, "zip bomb"):
         loaded(path)
 
 
@@ -34,7 +35,7 @@ def test_a_parquet_file_does_not_expand_without_bound(tmp_path: Path) -> None:
 
     path, rows = tmp_path / "x.parquet", 40_000_000
     parquet.write_table(pyarrow.table({"a": pyarrow.repeat(1.0, rows)}), path, compression="zstd")
-    with pytest.raises(DataError, match="like a zip bomb"):
+    with refuses(DataError, "zip bomb"):
         loaded(path)
 
 

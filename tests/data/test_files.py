@@ -9,6 +9,7 @@ import torch
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.data.reading.array_files import Arrays, read_idx
 from polyfed.data.sources import SOURCES
+from refusals import refuses
 
 
 @pytest.fixture
@@ -69,9 +70,9 @@ def test_the_guess_of_a_layout_can_be_overruled(load, arrays):
     columns = load(arrays, modalities=("image", "sound"), layout=layout)
     assert columns.column("image").shape == (5, 4, 3)
     assert columns.column("sound").shape == (2, 9)
-    with pytest.raises(DataError, match="not of layout 'HW'"):
+    with refuses(DataError, "layout 'HW'"):
         load(arrays, modalities=("text",), layout={"text": "HW"})
-    with pytest.raises(RecipeError, match=r"data.layout = 'txt'"):
+    with refuses(RecipeError, "data.layout: 'txt'"):
         load(arrays, modalities=("text",), layout={"txt": "F"})
 
 
@@ -112,16 +113,16 @@ def test_a_folder_of_arrays_is_read_alike_and_memory_mapped(tmp_path, load, arra
 
 
 def test_modalities_must_be_named_and_the_candidates_are_listed(load, arrays):
-    with pytest.raises(RecipeError, match="image, gray, text, sound, count"):
+    with refuses(RecipeError, "gray, text"):
         load(arrays)
-    with pytest.raises(DataError, match="no array 'txt'; did you mean 'text'"):
+    with refuses(DataError, "array 'txt'"):
         load(arrays, modalities=("txt",))
-    with pytest.raises(RecipeError, match="distinct"):
+    with refuses(RecipeError, "data.modalities: distinct"):
         load(arrays, modalities=("text", "text"))
 
 
 def test_an_array_asked_for_by_name_must_be_there(load, arrays):
-    with pytest.raises(DataError, match="no array 'speaker'"):
+    with refuses(DataError, "no array 'speaker'"):
         load(arrays, modalities=("text",), client="speaker")
     assert load(arrays, modalities=("text",), client="").client is None
 
@@ -129,42 +130,42 @@ def test_an_array_asked_for_by_name_must_be_there(load, arrays):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"label": np.full(60, 0.5)}, "3 names for 1 classes"),
-        ({"label": np.full(60, -1)}, "first -1 at row 0"),
-        ({"label": np.full(60, 7)}, r"labels outside 0\.\.2"),
-        ({"label": np.zeros(59, int)}, "has 60 rows, the labels have 59"),
-        ({"label": np.zeros((60, 2), int)}, "3 names for 2 classes"),
-        ({"text": np.zeros(60)}, "cannot be a modality"),
-        ({"text": np.full((60, 2), "a")}, "cannot be a modality"),
+        ({"label": np.full(60, 0.5)}, "1 classes"),
+        ({"label": np.full(60, -1)}, "first -1"),
+        ({"label": np.full(60, 7)}, "labels outside 0..2"),
+        ({"label": np.zeros(59, int)}, "labels have 59"),
+        ({"label": np.zeros((60, 2), int)}, "2 classes"),
+        ({"text": np.zeros(60)}, "be a modality"),
+        ({"text": np.full((60, 2), "a")}, "be a modality"),
         ({"client": np.zeros(60)}, "integers or strings"),
         ({"id": np.arange(60) // 2}, "repeats some ids"),
         ({"split": np.full(60, 300)}, "'split' holds 127"),
     ],
 )
 def test_bad_arrays_are_refused_by_name(load, arrays, change, words):
-    with pytest.raises(DataError, match=words):
+    with refuses(DataError, words):
         load(arrays | change, modalities=("text",))
 
 
 def test_pickled_arrays_are_never_opened(tmp_path, arrays):
     np.savez(tmp_path / "mine.npz", **arrays, text2=np.array([{}], dtype=object))
-    with pytest.raises(DataError, match="never unpickles"):
+    with refuses(DataError, "never unpickles"):
         SOURCES["npz"](path=str(tmp_path / "mine.npz"), modalities=("text2",)).load()
 
 
 def test_missing_foreign_and_truncated_files_are_told_apart(tmp_path, arrays):
     path = tmp_path / "mine.npz"
-    with pytest.raises(DataError, match="does not exist"):
+    with refuses(DataError, "does not exist"):
         Arrays(path)
     path.write_bytes(b"not an archive")
-    with pytest.raises(DataError, match=r"not a whole \.npz"):
+    with refuses(DataError, "whole .npz"):
         Arrays(path)
     np.savez_compressed(path, **arrays)
     path.write_bytes(path.read_bytes()[:-200])
-    with pytest.raises(DataError, match=r"not a whole \.npz"):
+    with refuses(DataError, "whole .npz"):
         Arrays(path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"without .npy files"):
+    with refuses(DataError, "without .npy files"):
         Arrays(tmp_path / "empty")
 
 
@@ -174,7 +175,7 @@ def test_a_flipped_byte_is_noticed(tmp_path):
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 0xFF
     path.write_bytes(bytes(raw))
-    with pytest.raises(DataError, match="'text' is damaged"):
+    with refuses(DataError, "'text' is damaged"):
         Arrays(path)["text"]
 
 
@@ -194,9 +195,9 @@ def test_idx_files_are_read_plain_and_compressed(tmp_path, suffix):
 def test_damaged_idx_files_are_refused(tmp_path, damage):
     path = tmp_path / "file"
     path.write_bytes(damage(idx(np.zeros((2, 3), np.uint8))))
-    with pytest.raises(DataError, match=r"idx|cut short"):
+    with refuses(DataError, "bytes"):
         read_idx(path)
     compressed = tmp_path / "file.gz"
     compressed.write_bytes(gzip.compress(idx(np.zeros((2, 3), np.uint8)))[:-9])
-    with pytest.raises(DataError, match="damaged"):
+    with refuses(DataError, "damaged"):
         read_idx(compressed)

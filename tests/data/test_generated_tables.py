@@ -12,9 +12,10 @@ import pandas as pd
 import pytest
 
 import polyfed
-from polyfed.core.errors import DataError, PolyfedError, PolyfedWarning
+from polyfed.core.errors import DataError, PolyfedError
 from polyfed.data.columns import Columns
 from polyfed.data.reading.objects import Given, table_of
+from refusals import refuses, warned
 
 ROWS = 48
 DRAW = np.random.default_rng(11)
@@ -59,12 +60,10 @@ DATES: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", DATES)
 def test_dates_are_left_out_with_the_way_to_a_number(tmp_path: Path, suffix: str, name: str) -> None:
     frame = plain(when=DATES[name]())
-    words = r"left out, because they hold dates: when\. To train on when, write \[data\] columns = "
-    with pytest.warns(PolyfedWarning, match=words):
+    with warned("hold dates"):
         found = read(frame, suffix, tmp_path)
     assert list(found.modalities) == ["a", "b"]
-    words = r"column 'when' holds dates, such as '.*' at row 0\. To make numbers of it, write \[data\] columns = "
-    with pytest.raises(DataError, match=words) as refused:
+    with refuses(DataError, "'when' holds dates") as refused:
         read(frame, suffix, tmp_path, modalities={"a": ["a_0", "when"]})
     rules = pasted(str(refused.value))
     kept = read(frame, suffix, tmp_path, modalities={"a": ["a_0", "when"]}, columns=rules)
@@ -85,11 +84,11 @@ def pasted(text: str) -> Any:
 def test_words_and_holes_are_refused_with_rules_that_can_be_pasted(tmp_path: Path, suffix: str) -> None:
     frame = plain(b_0=np.where(np.arange(ROWS) % 3 == 0, "low", "high"))
     frame.loc[5, "b_1"] = np.nan
-    with pytest.raises(DataError, match=r"column 'b_0' holds '(low|high)' at row 0 among its numbers") as refused:
+    with refuses(DataError, "'b_0' holds") as refused:
         read(frame, suffix, tmp_path, modalities={"b": "b_*"}, partial="refuse")
     rules = pasted(str(refused.value))
     assert rules == {"b_0": "one-hot"}
-    with pytest.raises(DataError, match=r"1 row has an empty cell .*first row 5, 'b_1'") as refused:
+    with refuses(DataError, "an empty cell") as refused:
         read(frame, suffix, tmp_path, modalities={"b": "b_*"}, partial="refuse", columns=rules)
     rules |= pasted(str(refused.value))
     found = read(frame, suffix, tmp_path, modalities={"b": "b_*"}, partial="refuse", columns=rules)
@@ -103,7 +102,7 @@ def test_ids_are_read_or_refused_with_their_row(tmp_path: Path, suffix: str) -> 
     assert read(plain(id=ids), suffix, tmp_path).ids.tolist() == ids.tolist()
     assert read(plain(row=ids), suffix, tmp_path, modalities={"a": "a_*"}).ids.tolist() == list(range(ROWS))
     again = np.where(np.arange(ROWS) == 9, ids[3], ids)
-    with pytest.raises(DataError, match=rf"ids column repeats some ids, such as {ids[3]}; every row needs its own"):
+    with refuses(DataError, f"as {ids[3]}"):
         read(plain(id=again), suffix, tmp_path)
 
 
@@ -116,13 +115,12 @@ def test_holes_are_missing_modalities_or_refused_with_row_and_column(tmp_path: P
     np.testing.assert_allclose(found.modalities["a"].values, X[:, :2])
     part = plain()
     part.loc[5, "b_1"] = np.nan
-    words = r"'b': 1 row has only some of its cells, first row 5 without 'b_1'.*partial = 'absent'"
-    with pytest.raises(DataError, match=words):
+    with refuses(DataError, "5 without 'b_1'"):
         read(part, suffix, tmp_path, partial="refuse")
     assert (~read(part, suffix, tmp_path, partial="absent").present["b"]).nonzero().flatten().tolist() == [5]
     label = plain()
     label["label"] = label["label"].astype(float).where(label.index != 6)
-    with pytest.raises(DataError, match=r"(column 'label'|label column) is empty in 1 of 48 rows, first row 6"):
+    with refuses(DataError, "is empty in"):
         read(label, suffix, tmp_path)
 
 
@@ -146,17 +144,16 @@ def test_numbers_of_every_size_are_read_as_they_are(tmp_path: Path, suffix: str,
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_a_table_of_texts_names_the_source_for_texts(tmp_path: Path, suffix: str) -> None:
     frame = pd.DataFrame({"text": ["a, b", "c d"] * (ROWS // 2), "label": LABEL})
-    words = r"no column of numbers beside .*Left out, because they hold texts: text\..*The source `hf` reads texts"
     if suffix == "frame":
-        with pytest.raises(PolyfedError, match=words):
+        with refuses(PolyfedError, "source `hf` reads"):
             read(frame, suffix, tmp_path)
         return
-    with pytest.raises(PolyfedError, match=words):
+    with refuses(PolyfedError, "source `hf` reads"):
         read(frame, suffix, tmp_path)
 
 
 def test_dates_in_arrays_are_told_how_to_become_numbers() -> None:
     stamps = DAYS.to_numpy()[:, None]
     for values in (stamps, stamps - stamps[0]):
-        with pytest.raises(DataError, match=r"'a' holds .*64.*Give a number for each date, such as the days since"):
+        with refuses(DataError, "number for each"):
             table_of({"a": values}, Given(labels=LABEL))

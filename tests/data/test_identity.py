@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import polyfed
-from polyfed.core.errors import DataError, PolyfedError, PolyfedWarning
+from polyfed.core.errors import DataError, PolyfedError
 from polyfed.data.columns import Columns
 from polyfed.data.reading.objects import Given, table_of
+from refusals import refuses, warned
 
 ROWS = 60
 DRAW = np.random.default_rng(0)
@@ -71,21 +72,21 @@ def test_only_an_empty_cell_is_empty(tmp_path: Path, suffix: str) -> None:
     assert found.client is not None
     assert len(found.client.unique()) == 3
     client = np.where(np.arange(ROWS) == 7, None, client)
-    with pytest.raises(DataError, match="client column is empty in 1 of 60 rows, first row 7"):
+    with refuses(DataError, "client column"):
         read(written(held(label, client), tmp_path / f"gone.{suffix}"))
 
 
 def test_words_among_numbers_are_named_or_declared_empty(tmp_path: Path) -> None:
     frame = held(b_0=X[:, 1], b_1=X[:, 0] - 1)
     path = written(frame.assign(a_0=frame["a_0"].astype(str).where(frame.index != 4, "NA")), tmp_path / "mine.csv")
-    with pytest.raises(DataError, match=r"column 'a_0' holds 'NA' at row 4 .* \[data\] empty = \[\"NA\"\]"):
+    with refuses(DataError, "holds 'NA'"):
         read(path)
-    with pytest.warns(PolyfedWarning, match="1 sample has only some of the cells"):
+    with warned("of the cells"):
         found = read(path, empty=["NA"])
     assert not found.present["a"][4]
     missing = written(frame.assign(a_0=frame["a_0"].where(frame.index != 4)), tmp_path / "nan.csv")
     missing.write_text(missing.read_text().replace("\n,", "\nNaN,"))  # NumPy's word for a missing number
-    with pytest.warns(PolyfedWarning, match="1 sample has only some of the cells"):
+    with warned("of the cells"):
         assert not read(missing).present["a"][4]
 
 
@@ -118,14 +119,13 @@ def test_splits_of_a_text_file_are_words_or_codes(tmp_path: Path, codes: list[st
 @pytest.mark.parametrize("words", [["Cat", "cat", "dog"], ["cat", "cat ", "dog"], ["a b", "a  B", "dog"]])
 def test_labels_and_clients_that_differ_by_case_or_blanks_are_told(words: list[str]) -> None:
     label = np.array(words)[LABEL]
-    told = "the label column holds .* differ only by case or blanks and count as different cl"
     if words[0] == "Cat":
-        with pytest.warns(PolyfedWarning, match=told):
+        with warned("different classes"):
             assert table_of({"a": X}, Given(labels=label)).num_classes == 3
     else:  # nobody sees blanks
-        with pytest.raises(DataError, match=f"{told}.*relabel"):
+        with refuses(DataError, "different classes"):
             table_of({"a": X}, Given(labels=label))
-    with pytest.warns(PolyfedWarning, match="the client column holds .* count as different clients"):
+    with warned("different clients"):
         table_of({"a": X}, Given(labels=LABEL, clients=label))
     named = table_of({"a": X}, Given(labels=label, class_names=sorted(words)))  # the caller knows: no warning
     assert named.num_classes == 3
@@ -151,9 +151,9 @@ def test_class_labels_of_several_splits_are_mapped_by_name() -> None:
     more = table_of({"train": split(names[0]), "test": split([*names[1], "eel"])}, Given())
     assert more.class_names == ("bird", "cat", "dog", "eel")
     kind = [split(listed, kind=datasets.ClassLabel(names=listed)) for listed in names]
-    with pytest.raises(DataError, match="column 'kind' stands for other names in split 'test'"):
+    with refuses(DataError, "column 'kind'"):
         table_of({"train": kind[0], "test": kind[1]}, Given())
-    with pytest.raises(DataError, match="column 'label' stands for other names in split 'test'"):
+    with refuses(DataError, "column 'label'"):
         table_of(both, Given(class_names=["x", "y", "z"]))
     assert table_of({"train": split(names[0])}, Given(class_names=["x", "y", "z"])).class_names == ("x", "y", "z")
 
@@ -203,9 +203,7 @@ def test_other_separators_and_decimal_commas_are_read_when_they_are_named(
 ) -> None:
     path = tmp_path / "mine.csv"
     path.write_text(HOUSE.format(s=separator, d=decimal))
-    with pytest.raises(
-        PolyfedError, match=r"write \[data\] separator = .*polyfed init: add|has no labels under the names"
-    ):
+    with refuses(PolyfedError, "separated by"):
         read(path)
     found = read(path, separator=separator, decimal=decimal, test_share=0.0)
     np.testing.assert_array_equal(found.modalities["a"].values, VALUES)
@@ -215,7 +213,7 @@ def test_other_separators_and_decimal_commas_are_read_when_they_are_named(
 def test_decimal_commas_are_suggested(tmp_path: Path) -> None:
     path = tmp_path / "mine.tsv"
     path.write_text(HOUSE.format(s="\t", d=","))
-    with pytest.raises(DataError, match=r"column 'a_0' holds '1,5' at row 0 .* \[data\] decimal = \",\""):
+    with refuses(DataError, "holds '1,5'"):
         read(path)
     np.testing.assert_array_equal(read(path, decimal=",", test_share=0.0).modalities["a"].values, VALUES)
 
@@ -223,7 +221,7 @@ def test_decimal_commas_are_suggested(tmp_path: Path) -> None:
 def test_comment_lines_are_read_when_they_are_named(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text("# recorded on a Monday, with gloves\n" + HOUSE.format(s=",", d="."))
-    with pytest.raises(DataError, match=r"looks like a comment. Remove it, or write \[data\] comment = \"#\""):
+    with refuses(DataError, "a comment"):
         read(path)
     np.testing.assert_array_equal(read(path, comment="#", test_share=0.0).modalities["a"].values, VALUES)
 
@@ -233,7 +231,7 @@ def test_encodings_are_read_when_they_are_named(tmp_path: Path, encoding: str, w
     path = tmp_path / "mine.csv"
     path.write_text(HOUSE.format(s=",", d=".").replace("x", word), encoding=encoding)
     if encoding != "utf-8-sig":
-        with pytest.raises(DataError, match=rf"\[data\] encoding = \"{encoding}\""):
+        with refuses(DataError, f'encoding = "{encoding}"'):
             read(path)
         assert word in (read(path, encoding=encoding, test_share=0.0).class_names or ())
     else:
@@ -241,12 +239,18 @@ def test_encodings_are_read_when_they_are_named(tmp_path: Path, encoding: str, w
 
 
 @pytest.mark.parametrize(
-    "options", [{"separator": ";;"}, {"decimal": "x"}, {"separator": ",", "decimal": ","}, {"encoding": "klingon"}]
+    ("options", "said"),
+    [
+        ({"separator": ";;"}, "data.separator: ';;'"),
+        ({"decimal": "x"}, "data.decimal: 'x'"),
+        ({"separator": ",", "decimal": ","}, "data.decimal: ','"),
+        ({"encoding": "klingon"}, "data.encoding: 'klingon'"),
+    ],
 )
-def test_a_wrong_dialect_is_refused(tmp_path: Path, options: dict[str, str]) -> None:
+def test_a_wrong_dialect_is_refused(tmp_path: Path, options: dict[str, str], said: str) -> None:
     path = tmp_path / "mine.csv"
     path.write_text(HOUSE.format(s=",", d="."))
-    with pytest.raises(PolyfedError, match=r"data\.(separator|decimal|encoding) = "):
+    with refuses(PolyfedError, said):
         read(path, **options)
-    with pytest.raises(PolyfedError, match="data is no path of a file"):
+    with refuses(PolyfedError, "path of a"):
         polyfed.make_recipe({"a": X}, labels=LABEL, **options)  # type: ignore[arg-type]

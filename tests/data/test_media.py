@@ -26,6 +26,7 @@ from polyfed.data.media import (
 )
 from polyfed.data.media import clip as clip_module
 from polyfed.data.media.audio import read_wave, tiled
+from refusals import refuses
 
 
 @pytest.fixture
@@ -100,13 +101,13 @@ def test_the_sound_of_a_video_is_cut_to_its_part(tmp_path):
     assert len(found) == 16_000
     spectrum = np.abs(np.fft.rfft(found))
     assert spectrum.argmax() == 440
-    with pytest.raises(DataError, match=r"holds no sound in \(9.0, 10.0\) s"):
+    with refuses(DataError, "holds no sound"):
         read_wave(Clip.at(tmp_path / "a.mp4", 9.0, 10.0), 16_000)
 
 
 def test_what_is_not_sound_is_refused(tmp_path):
     (tmp_path / "a.wav").write_bytes(b"RIFF, but no more")
-    with pytest.raises(DataError, match="cannot be read as sound"):
+    with refuses(DataError, "read as sound"):
         read_wave(Clip.at(tmp_path / "a.wav"), 16_000)
 
 
@@ -170,7 +171,7 @@ def test_gain_and_baseline_of_an_electrocardiogram(tmp_path):
     (tmp_path / "a.hea").write_text("\n".join(head))
     found = Ecg(leads=("v1", "II"), samples=2, normalise="none")(Clip.at(tmp_path / "a.dat"))
     np.testing.assert_allclose(found, [[1.0, 0.0], [3.0, 0.05]])
-    with pytest.raises(DataError, match="2 samples a lead, expected 3"):
+    with refuses(DataError, "2 samples"):
         Ecg(leads=("II",), samples=3)(Clip.at(tmp_path / "a.dat"))
 
 
@@ -208,7 +209,7 @@ def test_an_image_embedding_pools_what_the_model_gives(tmp_path):
 
 
 def test_a_model_that_is_not_there_is_named_with_the_command_that_fetches_it(tmp_path):
-    with pytest.raises(RecipeError, match="hf download"):
+    with refuses(RecipeError, "hf download"):
         TextEmbedding(model=str(tmp_path / "none"))(Clip.of("row", "the cat"))
 
 
@@ -220,7 +221,7 @@ def test_a_missing_package_is_named_with_the_extra_that_installs_it(module, extr
         raise ImportError(f"No module named '{name}'")
 
     monkeypatch.setattr(clip_module, "import_module", refuse)
-    with pytest.raises(RecipeError, match=rf"'{module.partition('.')[0]}'.*pip install 'polyfed\[{extra}\]'"):
+    with refuses(RecipeError, f"pip install 'polyfed[{extra}]'"):
         clip_module.optional(module, extra)
 
 

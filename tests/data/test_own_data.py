@@ -14,6 +14,7 @@ from polyfed.cli import main
 from polyfed.core.errors import DataError, PolyfedError, PolyfedWarning
 from polyfed.data.reading.objects import Given, table_of
 from polyfed.experiment.running.assembly import population_of
+from refusals import refuses, warned
 
 
 def saved(folder, **arrays):
@@ -29,28 +30,27 @@ def test_the_mask_of_known_labels_is_never_a_modality(tmp_path):
     recipe = polyfed.make_recipe(path)
     assert recipe.data.modalities == ("audio", "text")
     assert np.isnan(recipe.data.load().label.numpy()).sum() == (~known).sum()
-    with pytest.raises(PolyfedError, match="'label_known' says which labels are known"):
+    with refuses(PolyfedError, "data.modalities: 'label_known'"):
         polyfed.make_recipe(path, modalities=["audio", "label_known"])
 
 
 @pytest.mark.parametrize("copy", [LABEL, LABEL[:, None], LABEL[:, None].astype(np.float32)])
 def test_a_modality_that_is_a_copy_of_the_labels_is_refused(tmp_path, copy):
-    words = "modality 'lab' is equal to the labels in every row"
-    with pytest.raises(DataError, match=words):
+    with refuses(DataError, "to the labels"):
         table_of({"audio": AUDIO, "lab": copy}, Given(labels=LABEL))
-    with pytest.raises(DataError, match=words):
+    with refuses(DataError, "to the labels"):
         polyfed.make_recipe(saved(tmp_path, lab=copy[:, None] if copy.ndim == 1 else copy, label=LABEL))
 
 
 def test_a_feature_that_is_a_copy_of_the_labels_is_warned_about(tmp_path):
     with (
-        pytest.warns(PolyfedWarning, match="the columns that are in no other modality: 'age', 'again'"),
-        pytest.warns(PolyfedWarning, match=r"modality 'features': feature 1 .counted from 0. is equal to the label"),
+        warned("'age', 'again'"),
+        warned("feature 1"),
     ):
         table_of(frame().assign(age=np.arange(ROWS) // 2, again=LABEL), Given())
     there = np.arange(ROWS) % 5 != 0  # a row without the modality, or with an unknown label, tells nothing
     lab = np.where(there, LABEL, np.nan)[:, None]
-    with pytest.raises(DataError, match="modality 'lab' is equal to the labels"):
+    with refuses(DataError, "to the labels"):
         table_of({"audio": AUDIO, "lab": lab}, Given(labels=LABEL))
     constant = table_of({"audio": AUDIO, "flat": np.zeros(ROWS)}, Given(labels=np.zeros(ROWS, np.int64)))
     assert list(constant.modalities) == ["audio", "flat"]
@@ -64,27 +64,27 @@ COMMAS = frame().assign(audio_1=["1,5"] * ROWS)
 @pytest.mark.parametrize(
     ("held", "words"),
     [
-        (ONE_WORD, "column 'audio_1' holds 'x' at row 39 among its numbers. Give numbers only"),
-        (ONE_LATE_WORD, "column 'audio_1' holds 'x' at row 39 among its numbers. Give numbers only"),
-        (COMMAS, "column 'audio_1' holds '1,5' at row 0 .* Write decimal points, or"),
+        (ONE_WORD, "holds 'x'"),
+        (ONE_LATE_WORD, "holds 'x'"),
+        (COMMAS, "holds '1,5'"),
     ],
 )
 def test_a_word_among_numbers_is_refused_without_named_modalities_too(tmp_path, held, words):
-    with pytest.raises(DataError, match=words):
+    with refuses(DataError, words):
         table_of(held, Given())
     held.to_csv(tmp_path / "mine.csv", index=False)
-    with pytest.raises(DataError, match=words):
+    with refuses(DataError, words):
         polyfed.make_recipe(tmp_path / "mine.csv")
 
 
 def test_columns_of_texts_are_left_out_with_a_warning(tmp_path):
     held = frame().assign(note="a text", code=[f"{row}A" for row in range(ROWS)])
-    with pytest.warns(PolyfedWarning, match="data: left out, because they hold texts: note, code"):
+    with warned("hold texts"):
         assert list(table_of(held, Given()).modalities) == ["audio", "text"]
     held.to_csv(tmp_path / "mine.csv", index=False)
-    with pytest.warns(PolyfedWarning, match=r"mine.csv': left out, because they hold texts: note, code"):
+    with warned("hold texts"):
         polyfed.make_recipe(tmp_path / "mine.csv")
-    with pytest.warns(PolyfedWarning, match=r"mine.npz': left out, because .* two axes or more: age"):
+    with warned("two axes"):
         polyfed.make_recipe(saved(tmp_path, label=LABEL, age=np.arange(ROWS)))
 
 
@@ -102,10 +102,10 @@ def test_python_reads_a_file_as_init_does(tmp_path):
     assert made.data == replace(wanted, standardise="uneven")
     assert wanted.standardise == ("features",)
     assert made.data.load().fingerprint() == wanted.load().fingerprint()
-    with pytest.warns(PolyfedWarning, match="data: features: features differ in size"):
+    with warned("features differ"):
         assert population_of(made).columns.standardise == ("features",)
     assert made.data.partial == "absent"
-    with pytest.warns(PolyfedWarning, match="only some of the cells"):
+    with warned("of the cells"):
         assert not polyfed.make_recipe(path, standardise=False).data.standardise
 
 
@@ -127,21 +127,19 @@ def test_the_order_of_levels_is_kept_or_asked_for(tmp_path):
     task = {"name": "ordinal"}
     assert polyfed.check(polyfed.make_recipe(ordered, task=task)).recipe.task.NAME == "ordinal"
     plain = frame().assign(label=words)
-    with pytest.raises(
-        DataError, match="needs the order of the levels, and the labels are words: 'high', 'low', 'mid'"
-    ):
+    with refuses(DataError, "needs the order"):
         polyfed.check(polyfed.make_recipe(plain, task=task))
     named = polyfed.make_recipe(plain, task=task, class_names=LEVELS)
     assert named.data.load().label.tolist() == LABEL.tolist()
     assert polyfed.check(named)
     plain.to_csv(tmp_path / "mine.csv", index=False)
-    with pytest.raises(DataError, match="needs the order of the levels"):
+    with refuses(DataError, "needs the order"):
         polyfed.check(polyfed.make_recipe(tmp_path / "mine.csv", task=task))
     assert polyfed.make_recipe(tmp_path / "mine.csv", class_names=LEVELS).data.load().label.tolist() == LABEL.tolist()
 
 
 def test_words_are_no_numbers_for_regression():
-    with pytest.raises(DataError, match="'regression' needs numbers, and the labels are classes with the names 'cat'"):
+    with refuses(DataError, "labels are classes"):
         polyfed.check(polyfed.make_recipe(frame(), task={"name": "regression"}))
 
 
@@ -157,9 +155,7 @@ def test_a_column_of_ids_is_no_feature(tmp_path, name):
     assert read.load().ids.tolist() == ids.tolist()
     assert set(read.modalities) == {"audio", "text"}
     again = frame().assign(**{name: np.arange(ROWS) // 2})
-    with pytest.raises(
-        DataError, match=r"repeats some ids, such as 0; every row needs its own. If it names the client"
-    ):
+    with refuses(DataError, "repeats some ids"):
         table_of(again, Given())
     by_name = table_of(again, Given(modalities={"audio": "audio_*", "other": name}))
     assert list(by_name.modalities) == ["audio", "other"]
@@ -169,7 +165,7 @@ def test_a_column_of_ids_is_no_feature(tmp_path, name):
 def test_a_class_without_training_rows_is_warned_about():
     label, split = np.where(np.arange(ROWS) < 30, LABEL % 2, 2), np.where(np.arange(ROWS) < 30, "train", "test")
     recipe = polyfed.make_recipe({"audio": AUDIO}, labels=label, split=split, clients=2)
-    with pytest.warns(PolyfedWarning, match=r"1 class has test rows and no training row \(2\), so no model"):
+    with warned("1 class"):
         polyfed.check(recipe)
 
 
@@ -188,12 +184,12 @@ def test_retrieval_needs_no_labels(tmp_path, capsys):
         out = tmp_path / f"{path.suffix[1:]}.toml"
         assert main_code("init", str(path), "--task", "retrieval", "--out", str(out)) == 0
         assert polyfed.check(out).recipe.task.NAME == "retrieval"
-    with pytest.raises(PolyfedError, match="labels is missing"):
+    with refuses(PolyfedError, "labels is missing"):
         polyfed.make_recipe({"audio": AUDIO, "text": TEXT})
     recipe = polyfed.load_recipe(out)
-    with pytest.raises(DataError, match=r"has no labels, and .*'classification' learns from them.*: 'retrieval'"):
+    with refuses(DataError, "no labels"):
         polyfed.check(replace(recipe, task=None))
-    with pytest.raises(PolyfedError, match="deals rows by their class, and data 'mine' has no labels"):
+    with refuses(PolyfedError, "clients.partition: by their class"):
         polyfed.check(replace(recipe, clients=replace(recipe.clients, partition="dirichlet", num=2)))
 
 
@@ -202,23 +198,23 @@ def test_splits_have_the_same_columns_in_any_order():
     for part in (other, other[other.columns[::-1]]):
         found = table_of({"train": held, "test": part}, Given())
         np.testing.assert_array_equal(found.column("audio").values.numpy(), AUDIO)
-    with pytest.raises(DataError, match=r"split 'test' has no column 'text.b', and split 'train' has. Give all"):
+    with refuses(DataError, "column 'text.b'"):
         table_of({"train": held, "test": other.drop(columns="text.b")}, Given())
-    with pytest.raises(DataError, match="split 'test' has no rows"):
+    with refuses(DataError, "no rows"):
         table_of({"train": held, "test": other[:0]}, Given())
 
 
 def test_names_that_give_no_modality_are_refused():
     held = frame().assign(音_0=1.0, 音_1=2.0, age=AUDIO[:, 0])
-    with pytest.raises(DataError, match=r"column '音_0' gives no valid name of a modality.*modalities=\{'my_name'"):
+    with refuses(DataError, "'音_0'"):
         table_of(held, Given())
     held = frame().assign(**{"a b_0": 1.0, "a b_1": 2.0, "a-b_0": 1.0, "a-b_1": AUDIO[:, 0]})
-    with pytest.raises(DataError, match="both give the name 'a_b'"):
+    with refuses(DataError, "name 'a_b'"):
         table_of(held, Given())
 
 
 def test_class_numbers_that_are_floats_are_remarked_on():
-    with pytest.warns(PolyfedWarning, match="whole numbers that are stored as floats, so the task is 'regression'"):
+    with warned("floats"):
         polyfed.make_recipe({"audio": AUDIO}, labels=LABEL.astype(np.float32))
     polyfed.make_recipe({"audio": AUDIO}, labels=LABEL.astype(np.float32), task={"name": "classification"})
 
@@ -226,28 +222,28 @@ def test_class_numbers_that_are_floats_are_remarked_on():
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.csv", b"label;x_0;x_1\n0;1;2\n", "one column, 'label;x_0;x_1': its cells seem to be separated by ';'"),
-        ("a.tsv", b"label,x_0,x_1\n0,1,2\n", "separated by ',', and polyfed reads tabs in it"),
-        ("a.csv", b"x_0,label\n", "'.*a.csv' has no rows, only the names of columns"),
-        ("a.csv", "größe_0,label\n1,0\n".encode("latin-1"), "in the encoding utf-8 .* Save it as UTF-8"),
+        ("a.csv", b"label;x_0;x_1\n0;1;2\n", "one column"),
+        ("a.tsv", b"label,x_0,x_1\n0,1,2\n", "separated"),
+        ("a.csv", b"x_0,label\n", "no rows"),
+        ("a.csv", "größe_0,label\n1,0\n".encode("latin-1"), "encoding utf-8"),
     ],
 )
 def test_files_in_other_forms_are_told_apart(tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=words):
+    with refuses(DataError, words):
         polyfed.make_recipe(tmp_path / name)
 
 
 def test_nothing_is_no_data():
-    with pytest.raises(DataError, match="data has no rows"):
+    with refuses(DataError, "no rows"):
         table_of(frame()[:0], Given())
-    with pytest.raises(PolyfedError, match="data is an empty dictionary: give at least one modality"):
+    with refuses(PolyfedError, "empty dictionary"):
         polyfed.make_recipe({}, labels=LABEL)
 
 
 def test_predict_asks_for_samples_by_modality():
     run = polyfed.run(data={"audio": AUDIO}, labels=LABEL, clients=2, rounds=1)
-    with pytest.raises(PolyfedError, match="nobody knows which columns hold 'audio'"):
+    with refuses(PolyfedError, "hold 'audio'"):
         run.predict(frame())
 
 
@@ -256,7 +252,7 @@ def test_columns_that_fall_into_the_rest_are_named_in_a_warning():
     y = np.arange(60) % 3
     frame = pd.DataFrame({f"audio_{i}": draw.normal(size=60) for i in range(2)})
     frame = frame.assign(emotion=y, valence=(y - 1) / 0.8 + draw.normal(size=60) / 9, age=draw.normal(size=60))
-    with pytest.warns(PolyfedWarning, match=r"modality 'features' has .*'valence', 'age'\. .*another target") as told:
+    with warned("'valence', 'age'") as told:
         polyfed.make_recipe(frame, labels="emotion").data.load()
     assert any("as in modalities={'audio': ['audio_0'], 'features': ['valence']}" in str(w.message) for w in told)
     with warnings.catch_warnings():
@@ -271,12 +267,12 @@ def test_a_series_with_another_index_than_the_frame_is_refused(role):
     series = pd.Series(values[role], index=data.index)
     given = {"labels": LABEL} | {role: series}
     table_of(data, Given(**given))
-    with pytest.raises(DataError, match=rf"{role} is a pandas Series with another index .*{role}\.loc\[frame\.index\]"):
+    with refuses(DataError, f"{role}.loc[frame.index]"):
         table_of(data, Given(**given | {role: series.sample(frac=1, random_state=1)}))
 
 
 def test_a_sparse_tensor_is_refused():
-    with pytest.raises(DataError, match=r"data\['audio'\] is a sparse tensor. Give a dense one"):
+    with refuses(DataError, "sparse tensor"):
         table_of({"audio": torch.as_tensor(AUDIO).to_sparse()}, Given(labels=LABEL))
 
 

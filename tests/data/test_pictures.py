@@ -9,6 +9,7 @@ import torch
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.data import SOURCES, Column, stacked
 from polyfed.data.sources.pictures.mnist_m import blended
+from refusals import refuses
 
 # cifar100 ----------------------------------------------------------------------------------------------------------
 
@@ -54,10 +55,10 @@ def test_the_gray_image_is_that_of_the_same_row_with_mean_0_and_deviation_1_in_t
 def test_cifar_refuses_pickles_and_files_cut_short(records, tmp_path):
     folder, _ = records
     (folder / "test.bin").write_bytes(b"\0" * 100)
-    with pytest.raises(DataError, match="no multiple of 3074"):
+    with refuses(DataError, "multiple"):
         SOURCES["cifar100"](path=str(folder)).load()
     (tmp_path / "train").write_bytes(b"\x80\x04.")
-    with pytest.raises(DataError, match="opens no pickles"):
+    with refuses(DataError, "opens no pickles"):
         SOURCES["cifar100"](path=str(tmp_path / "train")).load()
 
 
@@ -123,7 +124,7 @@ def test_backgrounds_may_be_a_folder_of_pictures_none_too_small(digits):
     from_arrays = SOURCES["mnist-m"](backgrounds=str(folder / "backgrounds.npz"), **options).load()
     assert torch.equal(from_folder.column("mnist_m").values, from_arrays.column("mnist_m").values)
     image.fromarray(backgrounds[0][:20]).save(folder / "pictures" / "9.png")
-    with pytest.raises(DataError, match="background 3"):
+    with refuses(DataError, "background 3"):
         SOURCES["mnist-m"](backgrounds=str(folder / "pictures"), **options).load()
 
 
@@ -164,12 +165,12 @@ def test_a_group_of_views_is_a_modality_of_their_channels(objects):
     columns = SOURCES["multiview"](path=str(objects), size=4, views=views, gray=False).load()
     assert columns.column("both").shape == (6, 4, 4)
     assert columns.column("front").shape == (3, 4, 4)
-    with pytest.raises(DataError, match=r"'v008'.*did you mean"):
+    with refuses(DataError, "'v008'"):
         SOURCES["multiview"](path=str(objects), views={"top": ("v008",)}).load()
 
 
 def test_a_folder_without_objects_says_what_was_expected(tmp_path):
-    with pytest.raises(DataError, match="holds no objects"):
+    with refuses(DataError, "holds no objects"):
         SOURCES["multiview"](path=str(tmp_path)).load()
 
 
@@ -229,21 +230,21 @@ def test_a_row_that_lacks_a_part_lacks_the_whole(table):
 @pytest.mark.parametrize(
     ("stack", "error", "words"),
     [
-        ({"x": ["a"]}, RecipeError, "at least two"),
-        ({"x": ["a", "a"]}, RecipeError, "each of them once"),
-        ({"x": ["a", "b"], "y": ["b", "c"]}, RecipeError, "each of them once"),
-        ({"c": ["a", "b"]}, RecipeError, "of that name already"),
-        ({"x": ["a", "bb"]}, DataError, "did you mean 'b'"),
+        ({"x": ["a"]}, RecipeError, "data.stack.x: at least two"),
+        ({"x": ["a", "a"]}, RecipeError, "data.stack.x: two modalities"),
+        ({"x": ["a", "b"], "y": ["b", "c"]}, RecipeError, "data.stack.x: two modalities"),
+        ({"c": ["a", "b"]}, RecipeError, "data.stack.c: of that name"),
+        ({"x": ["a", "bb"]}, DataError, "mean 'b'"),
     ],
 )
 def test_wrong_stacks_are_refused(table, stack, error, words):
     columns = table(rows=60)
     columns = replace(columns, modalities={**columns.modalities, "c": Column(torch.rand(60, 2))})
-    with pytest.raises(error, match=words):
+    with refuses(error, words):
         stacked(columns, stack)
 
 
 def test_images_of_different_sizes_are_not_stacked(table):
     columns = images(table, gray=Column(torch.zeros(60, 1, 5, 5)))
-    with pytest.raises(DataError, match=r"rgb \(3, 5, 4\), gray \(1, 5, 5\)"):
+    with refuses(DataError, "data.stack.image: first axis"):
         stacked(columns, {"image": ["rgb", "gray"]})

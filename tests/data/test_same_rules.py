@@ -9,8 +9,9 @@ from torch.utils.data import Dataset
 
 import polyfed
 from polyfed.cli import main
-from polyfed.core.errors import DataError, PolyfedError, PolyfedWarning
+from polyfed.core.errors import DataError, PolyfedError
 from polyfed.data.reading.objects import Given, table_of
+from refusals import refuses, warned
 
 
 class Samples(Dataset):
@@ -52,7 +53,7 @@ def told(*words):
 
 @pytest.mark.parametrize("make", [usual, paired])
 def test_the_keys_client_and_split_of_samples_are_facts_of_the_row(make):
-    with pytest.warns(PolyfedWarning, match="the key '(client|split)' of the samples is") as caught:
+    with warned("samples") as caught:
         found = table_of(Samples(make), Given())
     assert sum("To confirm this, write clients='client'. If 'client'" in str(w.message) for w in caught) == 1
     assert list(found.modalities) == ["audio", "text"]
@@ -73,7 +74,7 @@ def test_a_sample_without_the_usual_key_of_the_others_is_named():
     def some(row):
         return {name: cell for name, cell in usual(row).items() if name != "client" or row != 7}
 
-    with pytest.raises(DataError, match="sample 7 has no 'client'"):
+    with refuses(DataError, "sample 7"):
         table_of(Samples(some), Given(split="split"))
 
 
@@ -81,9 +82,9 @@ def test_a_sample_without_the_usual_key_of_the_others_is_named():
 def test_a_column_without_a_name_is_no_feature(tmp_path, name):
     held = frame()
     held.insert(0, name, np.arange(ROWS))
-    with pytest.warns(PolyfedWarning, match=f"data: left out, because it has no name of its own: column '{name}'"):
+    with warned(f"column '{name}'"):
         assert list(table_of(held, Given()).modalities) == ["audio", "text"]
-    with pytest.warns(PolyfedWarning, match="no name of its own"):
+    with warned("no name of"):
         table_of({"train": held, "test": frame()}, Given())
     kept = table_of(held.rename(columns={name: "Unnamed: 0"}), Given(modalities={"number": "Unnamed: 0"}))
     assert list(kept.modalities) == ["number"]
@@ -91,7 +92,7 @@ def test_a_column_without_a_name_is_no_feature(tmp_path, name):
     assert list(table_of(empty, Given()).modalities) == ["audio", "text"]
     path = tmp_path / "mine.csv"
     held.to_csv(path, index=False)
-    with pytest.warns(PolyfedWarning, match="left out, because (it has no name of its own|the header has no name)"):
+    with warned("no name"):
         assert set(polyfed.make_recipe(path).data.modalities) == {"audio", "text"}
 
 
@@ -106,7 +107,7 @@ def test_ordered_levels_given_as_labels_keep_their_order():
             assert not found.words_sorted
     turned = table_of({"audio": AUDIO}, Given(labels=ordered, class_names=["dog", "cat", "owl"]))
     assert turned.class_names == ("dog", "cat", "owl")
-    with pytest.raises(DataError, match="label column is empty in 1 of 40 rows, first row 3"):
+    with refuses(DataError, "40 rows"):
         table_of({"audio": AUDIO}, Given(labels=pd.Categorical([*WORDS[:3], None, *WORDS[4:]], levels, ordered=True)))
     unordered = table_of({"audio": AUDIO}, Given(labels=pd.Categorical(WORDS, categories=levels)))
     assert unordered.class_names == ("cat", "dog", "owl")
@@ -129,7 +130,7 @@ def test_class_numbers_in_one_column_are_classes(tmp_path):
 @pytest.mark.parametrize("kind", [np.int64, np.float32])
 def test_one_hot_labels_are_remarked_on(kind):
     one_hot = np.eye(3, dtype=kind)[LABEL]
-    with pytest.warns(PolyfedWarning, match=r"exactly one of the 3 labels of each row is 1.*labels.argmax\(1\)"):
+    with warned("one-hot labels"):
         polyfed.make_recipe({"audio": AUDIO}, labels=one_hot)
     polyfed.make_recipe({"audio": AUDIO}, labels=one_hot, task={"name": "multi-label"})
     one_hot[0] = 1
@@ -138,24 +139,23 @@ def test_one_hot_labels_are_remarked_on(kind):
 
 def test_init_and_check_remark_on_doubtful_labels_like_python(tmp_path, capsys):
     recipe = str(tmp_path / "recipe.toml")
-    words = "the labels are whole numbers that are stored as floats, so the task is 'regression'"
     path = saved(tmp_path, label=LABEL.astype(np.float32))
-    with pytest.warns(PolyfedWarning, match=words):
+    with warned("stored as floats"):
         assert told("init", str(path), "--out", recipe) == 0
-    with pytest.warns(PolyfedWarning, match=words):
+    with warned("stored as floats"):
         assert told("check", recipe) == 0
-    with pytest.warns(PolyfedWarning, match=words) as caught:
+    with warned("stored as floats") as caught:
         polyfed.check(polyfed.make_recipe(path))
     assert len(caught) == 1
     assert told("init", str(path), "--out", str(tmp_path / "named.toml"), "--task", "regression") == 0
 
 
 def test_a_list_of_labels_that_mixes_words_and_numbers_is_refused():
-    with pytest.raises(DataError, match="label column mixes words and numbers: 'a' at row 1, 1 at row 0"):
+    with refuses(DataError, "mixes words"):
         table_of({"audio": AUDIO}, Given(labels=[1, "a"] * (ROWS // 2)))
-    with pytest.raises(DataError, match="client column mixes words and numbers"):
+    with refuses(DataError, "mixes words"):
         table_of({"audio": AUDIO}, Given(labels=LABEL, clients=[1, "a"] * (ROWS // 2)))
-    with pytest.raises(DataError, match="label column is empty in 1 of 40 rows, first row 0"):
+    with refuses(DataError, "40 rows"):
         table_of({"audio": AUDIO}, Given(labels=[float("nan"), *WORDS.tolist()[1:]]))
     assert table_of({"audio": AUDIO}, Given(labels=WORDS.tolist())).class_names == ("cat", "dog", "owl")
 
@@ -167,14 +167,11 @@ def test_rows_that_have_some_cells_are_not_told_to_be_left_out():
         table_of(held, Given())
     assert "audio': 1 row has only some of its cells, first row 0" in str(caught.value)
     assert "every modality" not in str(caught.value)
-    words = (
-        "1 row lacks every modality, first row 0. 1 of these rows has some cells of 'audio'.*Fill in the empty cells"
-    )
     for data in (held, {"train": held, "test": held[1:]}):
-        with pytest.raises(DataError, match=words):
+        with refuses(DataError, "cells of 'audio'"):
             table_of(data, Given(partial="absent"))
     held.loc[0, ["audio_1", "audio_2"]] = np.nan
-    with pytest.raises(DataError, match=r"1 row lacks every modality, first row 0\. Leave these"):
+    with refuses(DataError, "Leave these"):
         table_of(held, Given(partial="absent"))
 
 
@@ -202,25 +199,23 @@ def test_marks_and_rows_of_nan_in_a_file_of_arrays_add_up(tmp_path):
     marked = np.arange(ROWS) % 7 > 0
     found = polyfed.make_recipe(saved(tmp_path, text=text, text_present=marked)).data.load()
     assert found.present["text"].tolist() == (HAS_TEXT & marked).tolist()
-    with pytest.raises(PolyfedError, match=r"array 'text' is missing in every row, because all values are NaN"):
+    with refuses(PolyfedError, "values are NaN"):
         polyfed.make_recipe(saved(tmp_path, text=TEXT * np.nan))
     audio = np.where(np.arange(ROWS)[:, None] == 5, np.nan, AUDIO)
-    with pytest.raises(PolyfedError, match=r"mine.npz': 1 row lacks every modality, first row 5. Leave these rows out"):
+    with refuses(PolyfedError, "1 row lacks"):
         polyfed.make_recipe(saved(tmp_path, audio=audio, text=text))
     partly = np.where((np.arange(ROWS)[:, None] == 5) & (np.arange(2) == 0), np.nan, TEXT)
-    with pytest.raises(PolyfedError, match="'text' has 1 row with NaN or infinite values, first row 5"):
+    with refuses(PolyfedError, "infinite values"):
         polyfed.check(polyfed.make_recipe(saved(tmp_path, text=partly), standardise=False))
 
 
 def test_clients_of_a_float_type_are_told_how_to_be_converted():
     numbers = (np.arange(ROWS) % 4).astype(float)
-    with pytest.raises(
-        DataError, match=r"client column must hold integers or strings, .*float64.*values.astype\(int\)"
-    ):
+    with refuses(DataError, "hold integers"):
         table_of({"audio": AUDIO}, Given(labels=LABEL, clients=numbers))
     numbers[7] = np.nan
     for given in ({"clients": numbers}, {"split": numbers}, {"ids": numbers}):
-        with pytest.raises(DataError, match="column is empty in 1 of 40 rows, first row 7"):
+        with refuses(DataError, "40 rows"):
             table_of({"audio": AUDIO}, Given(labels=LABEL, **given))
 
 
@@ -230,20 +225,20 @@ def test_clients_of_a_float_type_are_told_how_to_be_converted():
         (
             lambda row: {"audio": AUDIO[row], "label": 0, "speaker": WHO[row]},
             {},
-            "'speaker', row 0 holds 's0'.*write clients='speaker'",
+            "0 holds",
         ),
         (
             lambda row: {"inputs": {"audio": AUDIO[row]}, "label": 0},
             {},
-            r"modality 'inputs', row 0 is a dictionary with the keys audio. A sample is one dictionary",
+            "keys audio",
         ),
         (
             lambda row: {"inputs": {"audio": AUDIO[row]}, "label": 0},
             {"modalities": ["audio"]},
-            r"no sample has the modality 'audio': its 'inputs' is a dictionary with the keys audio. A sample is",
+            "keys audio",
         ),
     ],
 )  # fmt: skip
 def test_words_and_dictionaries_in_samples_are_told_with_their_cure(make, given, words):
-    with pytest.raises(PolyfedError, match=words):
+    with refuses(PolyfedError, words):
         table_of(Samples(make), Given(**given))

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import polyfed
-from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
+from polyfed.core.errors import DataError, RecipeError
 from polyfed.data import Columns, scaling_of
 from polyfed.data.columns import LEFT_OUT, TEST
 from polyfed.federation.attack import Attack
+from refusals import refuses, warned
 
 ROWS = 240
 DRAW = np.random.default_rng(5)
@@ -63,7 +64,7 @@ def test_predictions_for_unscaled_rows_give_the_metrics_of_the_run(folder: Path)
     assert torch.equal(model.predict(x, client=1), run.predict(x, client=1))
     tensors = {m: torch.from_numpy(value) for m, value in x.items()}
     assert torch.equal(model.module()(tensors), run.predict(x))
-    with pytest.raises(RecipeError, match=r"x\['audio'\] is a ndarray: a module takes tensors, as in torch\.as_tensor"):
+    with refuses(RecipeError, "torch.as_tensor"):
         model.module()(x)
     assert run.scaling is not None
     assert model.scaling is not None
@@ -80,7 +81,7 @@ def test_a_file_that_polyfed_standardises_gives_a_model_for_its_values(tmp_path:
         for i, (row, y) in enumerate(zip(cells.tolist(), LABEL, strict=True))
     ]
     path.write_text("\n".join([head, *lines]))
-    with pytest.warns(PolyfedWarning, match="`predict` does the same with new rows"):
+    with warned("new rows"):
         run = polyfed.run(data=str(path), algorithm="fedavg", rounds=3, train={"lr": 0.1}, out=tmp_path / "run")
     assert run.scaling is not None
     assert list(run.scaling) == ["text"]
@@ -137,7 +138,7 @@ def test_a_model_file_without_the_scaling_is_damaged(folder: Path, tmp_path: Pat
     said = json.loads((old / "model.json").read_text())
     assert list(said.pop("scaling")) == ["text"]
     (old / "model.json").write_text(json.dumps(said))
-    with pytest.raises(DataError, match="scaling"):
+    with refuses(DataError, "scaling"):
         polyfed.load_model(old)
 
 
@@ -158,7 +159,7 @@ def test_a_damaged_scaling_is_refused(wrong: Any, folder: Path, tmp_path: Path) 
     copy = polyfed.load_run(folder / "run").export(tmp_path / "m")
     said = json.loads((copy / "model.json").read_text())
     (copy / "model.json").write_text(json.dumps(said | {"scaling": wrong}))
-    with pytest.raises(DataError, match=r"model\.json is damaged|cannot be read"):
+    with refuses(DataError, "model.json is damaged"):
         polyfed.load_model(copy)
 
 

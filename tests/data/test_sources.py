@@ -10,6 +10,7 @@ import torch
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.data import SOURCES, Facts
 from polyfed.data.sources.pictures.av_mnist import log_mel, pairs, read_fsdd
+from refusals import refuses
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -58,11 +59,18 @@ def test_the_toy_makes_tiny_images_and_natural_clients():
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"rows": 0}, {"classes": 0}, {"shapes": {}}, {"shapes": {"a": ()}}, {"test_share": 1.0}, {"natural_clients": -1}],
+    ("options", "said"),
+    [
+        ({"rows": 0}, "data.rows: must be"),
+        ({"classes": 0}, "data.classes: must be"),
+        ({"shapes": {}}, "data.shapes: allowed"),
+        ({"shapes": {"a": ()}}, "data.shapes.a: positive lengths"),
+        ({"test_share": 1.0}, "data.test_share: must be"),
+        ({"natural_clients": -1}, "data.natural_clients: 0 up to"),
+    ],
 )
-def test_toy_options_out_of_range_are_refused(options):
-    with pytest.raises(RecipeError, match=rf"data\W+{next(iter(options))}.*(allowed|must be)"):
+def test_toy_options_out_of_range_are_refused(options, said):
+    with refuses(RecipeError, said):
         SOURCES["toy"](**options)
 
 
@@ -84,7 +92,7 @@ def test_pairs_agree_in_digit_and_split_and_use_all_recordings():
 
 def test_a_digit_without_a_recording_is_named():
     zeros = torch.zeros(10, dtype=torch.int8)
-    with pytest.raises(DataError, match="no training recording of digit 9"):
+    with refuses(DataError, "digit 9"):
         pairs(torch.arange(10), zeros, torch.arange(9), zeros[:9], key=1)
 
 
@@ -128,16 +136,16 @@ def test_a_folder_of_recordings_equals_the_arrays_of_it(tmp_path):
 
 
 def test_recordings_of_another_form_or_name_are_refused(tmp_path):
-    with pytest.raises(DataError, match=r"holds no .wav"):
+    with refuses(DataError, "holds no .wav"):
         read_fsdd(str(tmp_path))
     write_wav(tmp_path / "1_ann_0.wav", np.zeros(10), rate=16000)
-    with pytest.raises(DataError, match="at 16000 Hz; expected 1, 16, 8000"):
+    with refuses(DataError, "16000 Hz"):
         read_fsdd(str(tmp_path))
     (tmp_path / "1_ann_0.wav").write_bytes(b"RIFF")
-    with pytest.raises(DataError, match="not a whole wav"):
+    with refuses(DataError, "whole wav"):
         read_fsdd(str(tmp_path))
     (tmp_path / "1_ann_0.wav").rename(tmp_path / "noise.wav")
-    with pytest.raises(DataError, match="digit"):
+    with refuses(DataError, "digit"):
         read_fsdd(str(tmp_path))
 
 
@@ -224,22 +232,22 @@ def test_damaged_folders_and_wrong_options_are_refused(original):
     whole = signal.read_text()
     cases = [
         (signal, whole.replace("e", "?", 1), "is damaged"),
-        (signal, "\n".join(line[:80] for line in whole.splitlines()), "numbers a line, expected 128"),
+        (signal, "\n".join(line[:80] for line in whole.splitlines()), "expected 128"),
         (signal, "\n".join(whole.splitlines()[:3]), "differ in length"),
-        (y, "1\n2\n", "has 20 rows, the labels have 8"),
+        (y, "1\n2\n", "has 20 rows"),
     ]
     for path, text, words in cases:
         kept = path.read_text()
         path.write_text(text)
-        with pytest.raises(DataError, match=words):
+        with refuses(DataError, words):
             SOURCES["ucihar"](path=str(folder)).load()
         path.write_text(kept)
     signal.unlink()
-    with pytest.raises(DataError, match="body_gyro_y_train"):
+    with refuses(DataError, "body_gyro_y_train"):
         SOURCES["ucihar"](path=str(folder)).load()
-    with pytest.raises(RecipeError, match="did you mean 'gyro'"):
+    with refuses(RecipeError, "data.modalities: mean 'gyro'"):
         SOURCES["ucihar"](path=str(folder), modalities=("gyros",))
-    with pytest.raises(RecipeError, match=r"\[data\] normalise"):
+    with refuses(RecipeError, "data.normalise: [data] normalise"):
         SOURCES["ucihar"](path=str(folder), normalise="global")
 
 

@@ -14,6 +14,7 @@ from polyfed.data.features.listing import Listing, Sample
 from polyfed.data.features.prepare import prepare
 from polyfed.data.media import Clip, Values
 from polyfed.data.sources import SOURCES, Npz
+from refusals import refuses
 
 EXTRACTORS = {"sound": Values(), "text": Values()}
 
@@ -103,7 +104,7 @@ def test_preparing_again_mends_a_folder_whose_arrays_are_missing_or_cut_short(cr
     values = np.load(made.folder / "audio.npy")
     for harm in (lambda file: file.unlink(), lambda file: file.write_bytes(file.read_bytes()[:-100])):
         harm(made.folder / "audio.npy")
-        with pytest.raises(DataError, match=r"audio.npy' is missing or cut short: prepare again into the same folder"):
+        with refuses(DataError, "missing or cut"):
             SOURCES["crema-d"](path=str(made.folder), **options).load()
         prepare("crema-d", crema, tmp_path / "out", **options)
         np.testing.assert_array_equal(np.load(made.folder / "audio.npy"), values)

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import polyfed
-from polyfed.core.errors import PolyfedWarning
 from polyfed.data.columns import Column
 from polyfed.data.token_ids import vocabulary_of
 from polyfed.experiment.running.assembly import assemble
+from refusals import warned
 
 DRAW = np.random.default_rng(7)
 ROWS = 300
@@ -94,6 +94,6 @@ def test_the_guess_is_one_line_with_its_alternative(values: Any, line: str) -> N
 
 def test_counts_are_standardised_and_ids_are_not() -> None:
     x = {"counts": NUMBERS["large counts"], "ids": TOKENS["padded"]}
-    with pytest.warns(PolyfedWarning, match="data: counts: features differ in size"):
+    with warned("features differ"):
         columns = assemble(polyfed.make_recipe(x, labels=np.arange(ROWS) % 3)).population.columns
     assert columns.modalities["ids"].shift is None

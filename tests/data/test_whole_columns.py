@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 import polyfed
 from polyfed.cli import main
-from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
+from polyfed.core.errors import DataError, RecipeError
 from polyfed.data.column_fitting import as_tables, features_of, told_shape
 from polyfed.data.column_rules import ColumnRule, rules_of
 from polyfed.data.columns import Column
@@ -31,6 +31,7 @@ from polyfed.experiment.recipes.defaults import encoder_for, guesses_of, kind_of
 from polyfed.experiment.recipes.first_recipe import affordable
 from polyfed.experiment.recipes.recipe import load_recipe
 from polyfed.experiment.running.assembly import population_of
+from refusals import refuses, warned
 
 pillow = pytest.importorskip("PIL.Image", reason="the extra polyfed[image] is not installed")
 
@@ -133,8 +134,8 @@ def test_new_rows_are_read_by_the_rule_from_a_run_a_folder_an_export_and_a_file(
     (tmp_path / "new").mkdir()
     (tmp_path / "photos").rename(tmp_path / "new" / "photos")
     frame(names).drop(columns="label").to_csv(tmp_path / "new" / "rows.csv", index=False)
-    lacks = pytest.warns(PolyfedWarning, match="2 rows have an empty cell of 'caption' and so lack it")
-    with lacks, pytest.raises(SystemExit, match="0"):
+    lacks = warned("2 rows")
+    with lacks, refuses(SystemExit, "0"):
         main(["predict", str(tmp_path / "model"), str(tmp_path / "new" / "rows.csv"), "--json"])
     answers = json.loads(capsys.readouterr().out)
     assert [row["prediction"] for row in answers] == found.argmax(1).tolist()
@@ -162,7 +163,7 @@ def test_an_evaluation_reads_new_rows_by_the_same_rule_or_refuses(tmp_path: Path
     assert scored["accuracy"]["value"] == pytest.approx(run.result["metrics"]["global"]["accuracy"])
     other = tmp_path / "other.toml"
     other.write_text((tmp_path / "run" / "recipe.toml").read_text().replace("buckets = 50", "buckets = 40"))
-    with pytest.raises(DataError, match=r"'caption' is made of the column 'caption' by another rule"):
+    with refuses(DataError, "another rule"):
         evaluate(tmp_path / "run", recipe=other, data=tmp_path / "mine.csv")
 
 
@@ -190,7 +191,7 @@ def claimed(width: int, height: int) -> bytes:
 
 @pytest.mark.parametrize("sides", [(MOST_PIXELS, 2), (60_000, 60_000)])
 def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(sides: tuple[int, int]) -> None:
-    with pytest.raises(DataError, match="pixels; make it smaller"):
+    with refuses(DataError, "make it smaller"):
         read_cells(IMAGE, [claimed(*sides)], "x")
 
 
@@ -202,7 +203,7 @@ def test_paths_stay_inside_the_folder_of_the_data_file(tmp_path: Path) -> None:
     (inside / "link.png").symlink_to(secret)
     (inside / "deep").symlink_to(tmp_path)
     for path in ("../secret.png", str(secret), "link.png", "deep/secret.png", "..\\secret.png"):
-        with pytest.raises(DataError, match="outside"):
+        with refuses(DataError, "outside"):
             read_cells(IMAGE, [path], "x", inside)
     pillow.fromarray(PIXELS[0]).save(inside / "own.png")
     found, there = read_cells(IMAGE, ["own.png", str(inside / "own.png"), None, ""], "x", inside)
@@ -214,16 +215,16 @@ def test_cells_that_are_no_image_or_text_are_named(tmp_path: Path) -> None:
     (tmp_path / "cut.png").write_bytes(claimed(1, 1)[:40])
     (tmp_path / "page.eps").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")
     for cell, says in (
-        ("gone.png", "there is no file"),
-        ("cut.png", ""),
+        ("gone.png", "is no file"),
+        ("cut.png", "1 more rows"),
         ("page.eps", "cannot identify"),
-        (3, "no path of an image"),
+        (3, "an image"),
         (np.zeros((2, 2, 3)), "uint8"),
         (pillow.new("F", (2, 2)), "floats"),
     ):
-        with pytest.raises(DataError, match=rf"^x, row 1: .*{says}.* 1 more rows"):
+        with refuses(DataError, says):
             read_cells(IMAGE, [None, cell, cell], "x", tmp_path)
-    with pytest.raises(DataError, match="row 0: holds a list and no text"):
+    with refuses(DataError, "holds a list"):
         read_cells(ColumnRule(kind="words"), [["a"]], "x")
     deep = pillow.fromarray(np.full((4, 4), 65_535, np.uint16))
     assert read_cells(IMAGE, [deep], "x")[0].min() == 255  # 16 bits, which Pillow would cut off
@@ -232,21 +233,21 @@ def test_cells_that_are_no_image_or_text_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rule", "says"),
     [
-        ({"kind": "image", "size": 5000}, "size"),
-        ({"kind": "words", "buckets": 1}, "buckets"),
-        ({"kind": "image", "length": 3}, "length has no effect"),
-        ({"kind": "words", "size": 3}, "size has no effect"),
+        ({"kind": "image", "size": 5000}, "data.columns.path.size: must be"),
+        ({"kind": "words", "buckets": 1}, "data.columns.path.buckets: must be"),
+        ({"kind": "image", "length": 3}, "length has no"),
+        ({"kind": "words", "size": 3}, "size has no"),
     ],
 )
 def test_rules_out_of_range_are_refused(rule: dict[str, Any], says: str) -> None:
-    with pytest.raises(RecipeError, match=says):
+    with refuses(RecipeError, says):
         rules_of("[data.columns]", {"path": rule})
 
 
 def test_a_column_of_images_is_a_modality_alone(tmp_path: Path) -> None:
     held = frame(photos(tmp_path))
     held["more"] = DRAW.normal(size=ROWS)
-    with pytest.raises(DataError, match=r"'path' of the kind 'image' is a modality of its own"):
+    with refuses(DataError, "of its own"):
         polyfed.make_recipe(held, columns={"path": "image"}, modalities={"a": ["path", "more"]})
 
 
@@ -283,12 +284,12 @@ def test_predict_turns_images_as_the_data_were_turned_and_knows_a_single_one() -
     )
     found = run.predict({"image": PIXELS})
     assert torch.equal(found, run.predict({"image": PIXELS.transpose(0, 3, 1, 2)}))
-    with pytest.raises(RecipeError, match=r"For a single sample, give x\['image'\]\[None\]"):
+    with refuses(RecipeError, "single sample"):
         run.predict({"image": PIXELS[0].transpose(2, 0, 1)})
 
 
 def test_a_path_in_a_data_set_of_the_library_says_how_it_becomes_an_image() -> None:
-    with pytest.raises(DataError, match=r"^'d', row 0, path holds the text 'a.png' and no file.*cast_column.*columns"):
+    with refuses(DataError, "holds the text"):
         Clip("'d', row 0, path", held=lambda: "a.png").stream()
     assert (
         kind_of(laid_out(torch.from_numpy(PIXELS), None, "x")) == f"images (3, {SIDE}, {SIDE}), turned from (H, W, C)"
@@ -305,7 +306,7 @@ def test_rows_of_padding_are_told_at_the_door_and_by_predict() -> None:
         made = polyfed.make_recipe(data, labels=np.arange(60) % 2, clients=2)
     (told,) = [note for note in guesses_of(made, made.data.load()) if "only padding" in note]
     assert told.startswith("5 rows hold only padding in 'text'")
-    with pytest.warns(PolyfedWarning, match=r"5 rows hold only padding, the id 0, and counts as present"):
+    with warned("rows hold"):
         run.predict(data)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -320,7 +321,7 @@ def test_a_dataset_of_texts_says_which_rule_reads_them() -> None:
         def __getitem__(self, row: int) -> Any:
             return {"caption": f"a fox runs {row}", "label": row % 2}
 
-    with pytest.raises(DataError, match=r"columns=\{'caption': 'words'\}"):
+    with refuses(DataError, "columns={'caption'"):
         polyfed.make_recipe(Texts())
 
 

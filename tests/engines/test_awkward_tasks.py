@@ -23,6 +23,7 @@ from polyfed.core.errors import RecipeError, TooFewReplies
 from polyfed.core.messages import carries, message
 from polyfed.core.tree import Tree, clone
 from polyfed.experiment.recipes.recipe import EngineSpec
+from refusals import refuses
 from world import AWKWARD, recipe
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="worker processes need Linux")
@@ -48,7 +49,7 @@ class Normalising(Averaging):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_task_that_changes_running_statistics_of_its_inputs_is_refused(kind: Any, workers: int) -> None:
     made = recipe(Normalising(train=TRAIN, copies=False), EngineSpec(name=kind, workers=workers), AWKWARD)
-    with pytest.raises(RecipeError, match=r"changed a tensor of got.params in place.*BatchNorm changes its running"):
+    with refuses(RecipeError, "got.params"):
         polyfed.run(made)
 
 
@@ -72,9 +73,7 @@ class OwnStatistics(Averaging):
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_a_task_that_changes_running_statistics_of_its_own_is_refused(kind: Any) -> None:
-    with pytest.raises(
-        RecipeError, match=r"changed a tensor of its local state in place.*BatchNorm changes its running"
-    ):
+    with refuses(RecipeError, "clients may share"):
         polyfed.run(recipe(OwnStatistics(train=TRAIN), EngineSpec(name=kind, workers=1)))
 
 
@@ -96,7 +95,7 @@ class Backward(Averaging):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_task_that_lets_pytorch_add_gradients_to_its_inputs_is_refused(workers: int) -> None:
     made = recipe(Backward(train=TRAIN, copies=False), EngineSpec(name="sequential", workers=workers))
-    with pytest.raises(RecipeError, match=r"changed a tensor of got.params in place.*requires_grad_"):
+    with refuses(RecipeError, "got.params"):
         polyfed.run(made)
 
 
@@ -156,8 +155,8 @@ class Odd(Averaging):
 @pytest.mark.parametrize("what", ["sparse", "nested", "without values"])
 def test_a_tensor_that_cannot_be_stored_is_refused(what: str, sent: bool, workers: int) -> None:
     made = recipe(Odd(train=TRAIN, what=what, sent=sent), EngineSpec(name="sequential", workers=workers))
-    where = "Update.params holds" if sent else "'odd' in the client's local state is"
-    with pytest.raises(RecipeError, match=rf"{where} a tensor that is sparse, quantised, nested or without values"):
+    where = "Update.params holds a" if sent else "'odd' in the"
+    with refuses(RecipeError, where):
         polyfed.run(made)
 
 
@@ -171,7 +170,7 @@ class OddStart(Averaging):
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_a_first_local_state_that_cannot_be_stored_is_refused(kind: Any) -> None:
-    with pytest.raises(RecipeError, match=r"the first local state: 'odd' in the client's local state is a tensor"):
+    with refuses(RecipeError, "quantised"):
         polyfed.run(recipe(OddStart(train=TRAIN), EngineSpec(name=kind)))
 
 
@@ -192,7 +191,7 @@ class Subclassed(Averaging):
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_a_message_of_another_class_than_the_task_declares_is_refused(kind: Any) -> None:
-    with pytest.raises(RecipeError, match="declares that it receives Broadcast, but the server sends More"):
+    with refuses(RecipeError, "receives Broadcast"):
         polyfed.run(recipe(Subclassed(train=TRAIN), EngineSpec(name=kind)))
 
 
@@ -206,7 +205,7 @@ class SparseServer(Averaging):
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_a_sparse_tensor_of_the_server_is_refused(kind: Any) -> None:
-    with pytest.raises(RecipeError, match=r"task update that cannot be sent: Broadcast.params holds a tensor"):
+    with refuses(RecipeError, "Broadcast.params"):
         polyfed.run(recipe(SparseServer(train=TRAIN), EngineSpec(name=kind)))
 
 
@@ -226,7 +225,7 @@ def test_a_task_that_starts_a_process_needs_a_run_without_workers() -> None:
     """Python refuses it in a worker, because nobody would end the process together with the worker."""
     made = recipe(WithProcess(train=TRAIN), EngineSpec(name="sequential", workers=1), rounds=1)
     assert polyfed.run(made).rounds[0]["missing"] == {}
-    with pytest.raises(TooFewReplies, match="daemonic processes are not allowed to have children"):
+    with refuses(TooFewReplies, "children"):
         polyfed.run(replace(made, engine=replace(made.engine, workers=2)))
 
 

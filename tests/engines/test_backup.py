@@ -11,6 +11,7 @@ pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
 
 from engines.devices import RECIPE, Devices
 from polyfed.core.errors import PolyfedError
+from refusals import refuses
 
 
 def recipe_with(text: str) -> str:
@@ -65,5 +66,5 @@ def test_an_old_copy_of_a_run_with_local_state_is_refused_by_the_devices_in_word
     stop(devices, tmp_path / "run", after=1)
     shutil.copytree(tmp_path / "run", tmp_path / "old")
     devices.serve(tmp_path / "run")
-    with pytest.raises(PolyfedError, match="are forgotten"):
+    with refuses(PolyfedError, "are forgotten"):
         devices.serve(tmp_path / "old")

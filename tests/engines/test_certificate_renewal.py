@@ -32,6 +32,7 @@ from polyfed.deploy.credentials import (
     write_credentials,
 )
 from polyfed.transport.web import Chain
+from refusals import refuses
 
 
 def credentials(folder: Path, days: int) -> Path:
@@ -86,10 +87,10 @@ def test_the_key_of_another_authority_signs_nothing(tmp_path: Path) -> None:
     folder, other = credentials(tmp_path / "one", 5), credentials(tmp_path / "other", 5)
     shutil.copy(other / AUTHORITY_KEY, folder / AUTHORITY_KEY)
     before = (folder / "server.pem").read_bytes()
-    with pytest.raises(RecipeError, match=r"ca\.key is not the key of ca\.pem"):
+    with refuses(RecipeError, "ca.key"):
         renewed(folder)
     (folder / AUTHORITY_KEY).write_text("no key")
-    with pytest.raises(RecipeError, match="cannot be renewed"):
+    with refuses(RecipeError, "cannot be renewed"):
         renewed(folder)
     assert (folder / "server.pem").read_bytes() == before
 
@@ -130,7 +131,7 @@ def test_a_running_server_takes_over_the_new_certificate_and_not_a_broken_one(tm
         assert second != first
         (folder / "server.pem").write_bytes((folder / "ca.pem").read_bytes())  # does not belong to server.key
         os.utime(folder / "server.pem", ns=(1, 1))
-        with pytest.raises(OSError, match=r"(?i)key"):
+        with refuses(OSError, "_ssl.c:3926"):
             chain.reload()
         assert number_of(folder, port) == second
     finally:

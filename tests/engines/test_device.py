@@ -30,6 +30,7 @@ from polyfed.start import run
 from polyfed.training.losses import cross_entropy
 from polyfed.training.optimisers import Train
 from polyfed.training.programs.rewrite import rewrite
+from refusals import refuses
 from world import AWKWARD, FROZEN, WHOLE, losing
 
 THREE = torch.tensor([1.0, 2.0, 3.0])
@@ -145,17 +146,17 @@ def test_a_run_whose_features_do_not_fit_the_device_equals_the_one_on_the_cpu(
         assert outcome(run(there(made))) == expected
 
 
-def test_programs_read_features_that_do_not_fit_the_device() -> None:
+def test_a_gpu_trains_without_programs_wherever_the_features_are() -> None:
     made = replace(small("fedavg"), engine=EngineSpec(name="vectorised"), rounds=2)
-    train = replace(made.algorithm.train, epochs=8, batch_size=4)  # enough steps for programs
+    train = replace(made.algorithm.train, epochs=8, batch_size=4)  # enough steps for programs on a CPU
     made = there(replace(made, algorithm=replace(made.algorithm, train=train)))
     with patch("polyfed.training.programs.replay.rewrite", wraps=rewrite) as programs, elsewhere():
-        resident, num_programs = outcome(run(made)), programs.call_count
+        resident = outcome(run(made))
         with full():
             assert outcome(run(made)) == resident
         with small_memory():
             assert outcome(run(made)) == resident
-    assert programs.call_count == 3 * num_programs > 0
+    assert programs.call_count == 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +248,7 @@ def test_a_mismatch_in_an_algorithm_ends_the_run_elsewhere_and_only_there() -> N
     made = small("fedavg")
     made = replace(made, algorithm=Forgetful(train=made.algorithm.train, evaluation=LAST), rounds=1)
     run(made)
-    with elsewhere(), pytest.raises(RuntimeError, match=r"same device: aten.add.Tensor of lazy\[\d+, 4\], cpu\[4\]"):
+    with elsewhere(), refuses(RuntimeError, "of lazy"):
         run(there(made))
 
 
@@ -274,7 +275,7 @@ def test_a_mismatch_in_an_algorithm_ends_the_run_elsewhere_and_only_there() -> N
 )
 def test_what_cuda_refuses_is_refused(call: Callable[[Tensor], Any]) -> None:
     call(THREE) if "DEVICE" not in call.__code__.co_names else None
-    with elsewhere(), pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+    with elsewhere(), refuses(RuntimeError, "the same device"):
         call(THREE.to(DEVICE))
 
 
@@ -305,7 +306,7 @@ def test_numbers_come_back_only_by_way_of_the_cpu() -> None:
         x = THREE.to(DEVICE)
         assert type(x.cpu()) is Tensor
         assert x.sum().item() == 6.0
-        with pytest.raises(TypeError, match="can't convert lazy device type tensor to numpy"):
+        with refuses(TypeError, "convert"):
             x.numpy()
     with pytest.raises((RuntimeError, NotImplementedError)):
         THREE.to(DEVICE)

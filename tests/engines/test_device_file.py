@@ -9,6 +9,7 @@ pytest.importorskip("uvicorn", reason="the extra polyfed[server] is not installe
 from polyfed.core.errors import RecipeError
 from polyfed.deploy.credentials import write_credentials
 from polyfed.deploy.device.device_file import device_file
+from refusals import refuses
 
 DEVICE = '[[device]]\nkey = "node-{0}.key"\ndata = "mine.npz"\nclient = {0}\nmodalities = ["a", "b"]\n'
 
@@ -43,13 +44,13 @@ def test_all_mistakes_are_named_at_once(tmp_path: Path) -> None:
 
 
 def test_a_server_and_its_authority_must_be_there(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"'h' is not an address"):
+    with refuses(RecipeError, "server.example.org:9092"):
         device_file(written(tmp_path, 'server = "h"\n' + DEVICE.format(0)))
-    with pytest.raises(RecipeError, match=r"lost\.pem is not there"):
+    with refuses(RecipeError, "lost.pem"):
         device_file(written(tmp_path, 'server = "h:1"\nca = "lost.pem"\n' + DEVICE.format(0)))
 
 
 @pytest.mark.parametrize("text", ["", "device = 3", "[device]\nclient = 1", "server = ", "\x00"])
 def test_a_file_that_is_none_is_refused_with_a_sentence(text: str, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"device\.toml"):
+    with refuses(RecipeError, "device.toml"):
         device_file(written(tmp_path, text))

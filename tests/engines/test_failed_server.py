@@ -16,6 +16,7 @@ from polyfed.deploy.server.run_log import STATUS, RunStatus
 from polyfed.deploy.server.server import ERROR, told_in
 from polyfed.experiment.running.events import INTERRUPTED
 from polyfed.report import reconcile
+from refusals import refuses
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -33,7 +34,7 @@ def test_data_that_arrives_in_a_failed_set_up_is_in_the_audit_log_and_the_folder
 
     with monkeypatch.context() as patch:
         patch.setattr(Scaffold, "init", asks_and_fails)
-        with pytest.raises(RecipeError, match="the set-up failed"):
+        with refuses(RecipeError, "the set-up failed"):
             devices.serve(out)
     refused = rows_of(out)
     assert {row["client"] for row in refused if row["destination"] == "server"} == {0, 1, 2}

@@ -14,6 +14,7 @@ from polyfed.data import ClientsSpec
 from polyfed.experiment.running.assembly import assemble
 from polyfed.selection import Uniform
 from polyfed.training.optimisers import Train
+from refusals import refuses
 from world import algorithm, furthest, played, recipe
 
 TRAIN = Train(lr=0.1, batch_size=16)
@@ -53,7 +54,7 @@ def test_clients_that_keep_something_and_clients_that_do_not_yet_meet_in_a_round
 def test_an_entry_per_row_is_not_kept_with_the_padding_of_a_stack() -> None:
     parts, _, _ = played(recipe(Hoarding(train=TRAIN), "sequential", rounds=1))
     assert all(len(tree["z"]) == parts.fed.clients[c].num_rows for c, tree in parts.engine.locals.items())
-    with pytest.raises(RecipeError, match=r"task update keeps 'z' with an entry for each.*loop_because"):
+    with refuses(RecipeError, "Algorithm.local"):
         played(recipe(Hoarding(train=TRAIN), "vectorised", rounds=1))
 
 
@@ -92,7 +93,7 @@ class Padding(Averaging):
 
 def test_an_entry_per_row_is_not_sent_with_the_padding_of_a_stack() -> None:
     policy = {"shared": {"server": ["embeddings", "parameters"]}}
-    with pytest.raises(RecipeError, match=r"task update sends z.shared with an entry for each of its rows"):
+    with refuses(RecipeError, "z.shared"):
         played(recipe(Padding(train=TRAIN), "vectorised", rounds=1, egress=policy))
 
 
@@ -107,9 +108,9 @@ class Numbering(Averaging):
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
-@pytest.mark.parametrize(("kept", "words"), [("n", "'n': int"), ("", "NoneType")])
+@pytest.mark.parametrize(("kept", "words"), [("n", "int"), ("", "NoneType")])
 def test_local_state_of_anything_but_tensors_is_refused(engine: str, kept: str, words: str) -> None:
-    with pytest.raises(RecipeError, match=f"dict of tensors by name.*{words}"):
+    with refuses(RecipeError, words):
         played(recipe(Numbering(train=TRAIN, kept=kept), engine, rounds=1))
 
 
@@ -123,7 +124,7 @@ class Pretending(Averaging):
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
 def test_a_task_that_raises_a_refusal_of_its_own_has_failed(engine: str) -> None:
-    with pytest.raises(TooFewReplies, match="RuntimeError: task update raised EgressError, which only the gate may"):
+    with refuses(TooFewReplies, "EgressError"):
         played(recipe(Pretending(train=TRAIN), engine, rounds=1))
 
 

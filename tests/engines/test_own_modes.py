@@ -18,8 +18,10 @@ from engines.test_own_processes import PATIENCE, OwnFederation
 from polyfed.core.errors import TransportError
 from polyfed.deploy.app_folder import write_job
 from polyfed.deploy.device.store import STORE
+from polyfed.engines.protocol import RUN_NAME
 from polyfed.engines.queued import QueueTransport
 from polyfed.experiment.evaluate import job_of
+from refusals import refuses
 
 BASE = """
 seed = 3
@@ -145,12 +147,14 @@ def test_noise_of_the_devices_is_booked_once_although_the_run_was_interrupted(tm
     text = method("fedavg", privacy).replace('"fedavg"', '"fedavg"\naggregation = "uniform"')
     interrupt(monkeypatch)
     with own_devices(tmp_path, text.replace("personal_test = 0.3\n", ""), policy=demand) as federation:
-        with pytest.raises(TransportError, match="the end"):
+        with refuses(TransportError, "the end"):
             federation.run()
         assert federation.run()["privacy"]["epsilon"] > 0
         for client in range(3):
             with sqlite3.connect(federation.state(client) / STORE) as rows:
                 assert rows.execute("SELECT unit, times FROM spent").fetchall() == [("client", 2)]
+            names = [path.name for path in federation.state(client).iterdir() if RUN_NAME.fullmatch(path.name)]
+            assert len(names) == 1, "a server that names a run gets no other file or folder of the device"
 
 
 def test_a_warm_start_goes_on_after_an_interruption_and_its_model_is_evaluated_on_devices(
@@ -161,7 +165,7 @@ def test_a_warm_start_goes_on_after_an_interruption_and_its_model_is_evaluated_o
     text = method("ditto").replace("embedding = 6", f'embedding = 6\ninit = "{tmp_path / "first"}"')
     interrupt(monkeypatch)
     with own_devices(tmp_path, text, policy="[limits]\nmin_group = 1\n") as federation:
-        with pytest.raises(TransportError, match="the end"):
+        with refuses(TransportError, "the end"):
             federation.run()
         federation.run()
         out = federation.app / "run"

@@ -25,6 +25,7 @@ from polyfed.deploy.local_federation import LocalFederation
 from polyfed.deploy.server.run_log import KILLED, RunStatus
 from polyfed.deploy.submission import Submission
 from polyfed.experiment.running.lock import LOCK, is_locked
+from refusals import refuses
 
 FLWR = """#!{python}
 import json, os, sys, time
@@ -76,7 +77,7 @@ def stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stand:
 
 @pytest.mark.parametrize("code", [2, 3, 4, 5, 6])
 def test_the_exit_code_is_that_of_the_run(code: int, stand: Stand) -> None:
-    with pytest.raises(PolyfedError, match="a reason") as caught:
+    with refuses(PolyfedError, "a reason") as caught:
         stand.submit(7, {"state": "failed", "error": "a reason", "exit_code": code, "run": "x"})
     assert caught.value.exit_code == code
     assert stand.shown == ["Successfully started run 7\n", "the log\n"]
@@ -97,17 +98,17 @@ def test_a_killed_run_ends_with_1(status: dict[str, Any], stand: Stand) -> None:
     assert (caught.value.exit_code, str(caught.value)) == (1, KILLED)
 
 
-@pytest.mark.parametrize(("identity", "what"), [(0, "submitted nothing"), (7, "before its server wrote a status")])
+@pytest.mark.parametrize(("identity", "what"), [(0, "submitted nothing"), (7, "server wrote")])
 def test_no_run_and_a_run_that_never_began_end_with_1(identity: int, what: str, stand: Stand) -> None:
-    with pytest.raises(PolyfedError, match=what) as caught:
+    with refuses(PolyfedError, what) as caught:
         stand.submit(identity, None)
     assert caught.value.exit_code == 1
 
 
 def test_a_folder_without_an_app_or_a_superlink_is_named(stand: Stand, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="holds no app; write one"):
+    with refuses(RecipeError, "holds no app"):
         Submission(tmp_path / "none", stand.credentials, {}, print).run()
-    with pytest.raises(RecipeError, match="no SuperLink uses"):
+    with refuses(RecipeError, "no SuperLink uses"):
         Submission(stand.app, tmp_path / "none", {}, print).run()
 
 

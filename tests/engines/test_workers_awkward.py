@@ -23,6 +23,7 @@ from polyfed.experiment.recipes.recipe import EngineSpec, Recipe
 from polyfed.experiment.results.run_result import Run
 from polyfed.experiment.running.assembly import assemble
 from polyfed.training.optimisers import Train
+from refusals import refuses
 from world import algorithm, recipe
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="worker processes need Linux")
@@ -117,7 +118,7 @@ def test_a_client_without_a_first_local_state_is_missing_with_the_reason(kind: s
 @pytest.mark.parametrize("kind", ["sequential", "vectorised"])
 def test_with_debug_the_exception_of_the_first_local_state_ends_the_run(kind: str) -> None:
     made = recipe(Unprepared(train=TRAIN), EngineSpec(name=kind, workers=1, debug=True))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="no state for b alone") as caught:
+    with refuses(ValueError, "for b alone") as caught:
         polyfed.run(made)
     assert caught.value.__notes__ == ["in client 3, round 1, when its first local state was made"]
 
@@ -218,7 +219,7 @@ def test_a_task_may_change_its_dicts(what: str, kind: str) -> None:
 )
 def test_a_task_that_changes_a_tensor_in_place_is_refused(what: str, where: str, kind: str, workers: int) -> None:
     made = recipe(Changing(train=TRAIN, what=what), EngineSpec(name=kind, workers=workers))  # type: ignore[arg-type]
-    with pytest.raises(RecipeError, match=rf"task update changed a tensor of (.* and of )?{where}.* in place"):
+    with refuses(RecipeError, where):
         polyfed.run(made)
 
 
@@ -314,6 +315,6 @@ def test_workers_with_several_threads_wait_for_no_thread_that_they_lack(kind: st
 
 def test_workers_with_several_threads_are_refused_if_idle_threads_cannot_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openmp, "_function", lambda name: None)
-    with pytest.raises(RecipeError, match="Set threads = 1, or workers = 1"):
+    with refuses(RecipeError, "engine.workers: threads"):
         assemble(recipe(algorithm("fedavg"), EngineSpec(name="sequential", workers=2, threads=2)))
     assemble(recipe(algorithm("fedavg"), EngineSpec(name="sequential", workers=2, threads=1))).engine.close()

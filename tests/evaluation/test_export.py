@@ -21,6 +21,7 @@ from polyfed.experiment.results.records import Records
 from polyfed.experiment.running.assembly import assemble, population_of
 from polyfed.experiment.running.checkpoint import sha256_of
 from polyfed.experiment.running.events import Emitter
+from refusals import refuses
 from world import PLAIN, algorithm, recipe, same
 
 
@@ -40,7 +41,7 @@ def test_a_saved_model_predicts_the_same_bit_for_bit(case: str, engine: str, tmp
     assert all(same(back.personal[client], tree) for client, tree in run.personal.items())
     assert repr(back) == repr(run.models)
     if run.models.shared is None:
-        with pytest.raises(RecipeError, match="no global model"):
+        with refuses(RecipeError, "no global model"):
             back.predict(x)
         return
     assert torch.equal(back.predict(x), run.predict(x))
@@ -90,7 +91,7 @@ def test_an_encoder_of_ones_own_is_written_with_its_options(tmp_path: Path) -> N
 
 def test_an_encoder_whose_options_are_no_json_is_refused(tmp_path: Path) -> None:
     run = polyfed.run(recipe(algorithm("fedavg"), encoders=scaled(torch.tensor(2.0)), rounds=1))
-    with pytest.raises(RecipeError, match=r"model.json cannot describe how to build this model"):
+    with refuses(RecipeError, "describe"):
         run.export(tmp_path / "m")
     assert not list(tmp_path.iterdir())
 
@@ -114,7 +115,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     )
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for name in ("full", "file", "empty"):
-        with pytest.raises(RecipeError, match="exists and is not an empty folder; nothing was replaced"):
+        with refuses(RecipeError, "empty folder"):
             run.export(tmp_path / name)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
@@ -130,7 +131,7 @@ def test_a_disk_that_fills_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
         path.write_bytes(b"x")
 
     monkeypatch.setattr("polyfed.experiment.results.saved_model.save_file", full)
-    with pytest.raises(DataError, match=r"the model could not be written to .*No space left on device"):
+    with refuses(DataError, "model could"):
         run.export(tmp_path / "deep" / "model")
     assert written
     assert not list((tmp_path / "deep").iterdir())
@@ -159,11 +160,11 @@ def damages(folder: Path) -> Iterator[Path]:
 def test_a_damaged_model_is_not_read(tmp_path: Path) -> None:
     run, _ = ended("creamfl")
     folder = run.export(tmp_path / "model")
-    with pytest.raises(DataError, match="holds no saved model"):
+    with refuses(DataError, "saved model"):
         polyfed.load_model(tmp_path)
     count = 0
     for path in damages(folder):
-        with pytest.raises(DataError, match=path.name.replace(".", r"\.") if path.name != "model.json" else "model"):
+        with refuses(DataError, path.name if path.name != "model.json" else "model"):
             polyfed.load_model(folder, imports=["polyfed.laws.federation.*", "world.*"]).personal[2]
         count += 1
     assert count == 9
@@ -180,7 +181,7 @@ def test_nothing_of_a_saved_model_is_unpickled(tmp_path: Path) -> None:
     said = json.loads((folder / "model.json").read_text())
     said["sha256"] = {"global.safetensors": sha256_of(path)}
     (folder / "model.json").write_text(json.dumps(said))
-    with pytest.raises(DataError, match=r"global\.safetensors is damaged"):
+    with refuses(DataError, "global.safetensors is damaged"):
         polyfed.load_model(folder, imports=["polyfed.laws.federation.*", "world.*"])
 
 
@@ -213,16 +214,16 @@ def test_a_run_is_loaded_from_its_folder_without_its_data(
 
 
 def test_a_folder_without_a_finished_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="holds no finished run"):
+    with refuses(RecipeError, "finished run"):
         polyfed.load_run(tmp_path / "nowhere")
     assert not (tmp_path / "nowhere").exists()
     polyfed.run(recipe(algorithm("fedavg"), rounds=1), tmp_path / "run")
     (tmp_path / "run" / "result.json").rename(tmp_path / "result.json")
-    with pytest.raises(RecipeError, match="Finish it with --resume"):
+    with refuses(RecipeError, "finished run"):
         polyfed.load_run(tmp_path / "run")
     (tmp_path / "result.json").rename(tmp_path / "run" / "result.json")
     (tmp_path / "run" / "checkpoint" / "latest.json").unlink()
-    with pytest.raises(CheckpointError, match="holds no models that can be loaded"):
+    with refuses(CheckpointError, "loaded"):
         polyfed.load_run(tmp_path / "run")
 
 
@@ -248,7 +249,6 @@ def deployed(case: str, folder: Path) -> polyfed.Run:
 def test_models_of_deployed_clients_are_said_to_be_with_them(case: str, tmp_path: Path) -> None:
     run = deployed(case, tmp_path)
     x = {"a": torch.zeros(2, 16), "b": torch.zeros(2, 24)}
-    words = rf"{case} trains one model per (client|silo), and the clients keep these models.*the server has no copy"
     later = polyfed.load_run(tmp_path / "run")
     found: list[Any] = [run, later]
     if case == "creamfl":
@@ -258,12 +258,12 @@ def test_models_of_deployed_clients_are_said_to_be_with_them(case: str, tmp_path
         )
         assert all(torch.equal(one.predict(x), run.predict(x)) for one in found)
     else:
-        with pytest.raises(RecipeError, match=words):
+        with refuses(RecipeError, "keep these models"):
             run.export(tmp_path / "model")
     for one in found:
-        with pytest.raises(RecipeError, match=words):
+        with refuses(RecipeError, "keep these models"):
             one.personal  # noqa: B018
-        with pytest.raises(RecipeError, match=words):
+        with refuses(RecipeError, "keep these models"):
             one.predict(x, client=0)
 
 

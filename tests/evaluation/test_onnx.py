@@ -16,6 +16,7 @@ from polyfed.core.errors import ModelError, RecipeError
 from polyfed.model import ModelSpec
 from polyfed.objective import Objective, Regression
 from polyfed.selection import Uniform
+from refusals import refuses
 from world import AWKWARD, PLAIN, algorithm, recipe
 
 SPECS = {
@@ -109,12 +110,12 @@ def test_the_parameters_of_a_module_have_their_names_and_can_be_trained(case: st
 def test_without_the_package_the_text_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnx", None)
     run = polyfed.run(recipe(algorithm("fedavg"), rounds=1))
-    with pytest.raises(ModelError, match=r"cannot be written as ONNX .*pip install 'polyfed\[onnx\]'"):
+    with refuses(ModelError, "written as ONNX"):
         run.export(tmp_path / "m", onnx=True)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_model_that_predicts_by_prototypes_is_no_module() -> None:
     run: Any = ended("fedproto original")[0]
-    with pytest.raises(RecipeError, match="predicts by NearestPrototype"):
+    with refuses(RecipeError, "predicts by NearestPrototype"):
         run.models.module(0)

@@ -12,7 +12,7 @@ from ended_runs import CASES, NO_GLOBAL, OWN_MODELS, Gappy, ended, present, samp
 from laws.rows import ROWS
 from polyfed.algorithms.averaging import Averaging, Update
 from polyfed.algorithms.hfm import devices_of_silos
-from polyfed.core.errors import PolyfedWarning, RecipeError, UnknownClient
+from polyfed.core.errors import RecipeError, UnknownClient
 from polyfed.core.tree import Tree
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
@@ -22,6 +22,7 @@ from polyfed.model import ModelSpec
 from polyfed.objective import class_metrics as classes
 from polyfed.selection import Uniform
 from polyfed.training.optimisers import Train
+from refusals import refuses, warned
 from world import AWKWARD, algorithm, recipe, same
 
 
@@ -63,7 +64,7 @@ def test_the_metrics_are_those_of_the_predictions(case: str, engine: str) -> Non
     if not any(case.startswith(name) for name in NO_GLOBAL):
         assert evaluated(run, parts) == pytest.approx(reported, abs=1e-6)
         return
-    with pytest.raises(RecipeError, match=rf"{CASES[case][0]} has no global model: it trains one model per .*client=k"):
+    with refuses(RecipeError, "no global model"):
         evaluated(run, parts)
     if reported is not None:  # the mean over clients, or over silos
         clients = list(run.personal)
@@ -87,7 +88,7 @@ def test_what_predicts_has_been_trained(case: str) -> None:
     if own not in NO_GLOBAL:
         assert moved(model.trainable(run.params), parts.initial) > 0
         return
-    with pytest.raises(RecipeError, match="no global model"):
+    with refuses(RecipeError, "no global model"):
         run.params  # noqa: B018
 
 
@@ -113,14 +114,14 @@ def test_a_client_of_a_method_with_a_global_model_predicts_with_its_part_of_it()
     assert not torch.equal(run.predict(x, client=lacking), run.predict(x))
     assert "fedavg trains one global model" in repr(run.personal)
     assert both not in run.personal
-    with pytest.raises(UnknownClient, match=r"fedavg trains one global model.*Use params, or predict\(x, client=0\)"):
+    with refuses(UnknownClient, "trains one global"):
         run.personal[both]
 
 
 def test_a_client_with_nothing_to_read_is_refused() -> None:
     run, parts = ended("fedavg")
     x = samples(parts.population.columns, parts.population.test_rows)
-    with pytest.raises(RecipeError, match="x has b; the model reads a"):
+    with refuses(RecipeError, "reads a"):
         run.predict({"b": x["b"]}, client=1)
 
 
@@ -129,7 +130,7 @@ def test_a_client_with_nothing_to_read_is_refused() -> None:
 def test_an_unknown_client_is_refused(case: str, client: Any) -> None:
     run, parts = ended(case)
     x = samples(parts.population.columns, parts.population.test_rows)
-    with pytest.raises(RecipeError, match=r"there is no such client\. Clients are numbers from 0 to 5"):
+    with refuses(RecipeError, "Clients are numbers"):
         run.predict(x, client=client)
 
 
@@ -153,23 +154,23 @@ def test_a_client_that_was_never_asked_gives_a_warning() -> None:
     (asked,) = run.rounds[0]["cohort"]
     x = {"a": torch.zeros(2, 16), "b": torch.zeros(2, 24)}
     run.predict(x, client=asked)
-    with pytest.warns(PolyfedWarning, match=r"was asked in none of the 1 rounds: its own model is still the initial"):
+    with warned("1 rounds"):
         run.predict(x, client=(asked + 1) % 6)
 
 
 @pytest.mark.parametrize(
     ("x", "words"),
     [
-        ({"a": torch.zeros(3, 16), "bb": torch.zeros(3, 24)}, "x has 'bb', which is no modality.*did you mean 'b'"),
-        ({"a": torch.zeros(3, 15)}, r"x\['a'\] has the shape \(3, 15\); it must be \(n, 16\)"),
-        ({"a": torch.zeros(16)}, r"x\['a'\] has the shape \(16,\); it must be \(n, 16\)"),
-        ({"a": torch.zeros(3, 16), "b": torch.zeros(2, 24)}, "as many rows as the others; there are .*'a': 3, 'b': 2"),
-        ({}, "x has no modality; the model reads a, b"),
+        ({"a": torch.zeros(3, 16), "bb": torch.zeros(3, 24)}, "'bb', which"),
+        ({"a": torch.zeros(3, 15)}, "be (n, 16)"),
+        ({"a": torch.zeros(16)}, "be (n, 16)"),
+        ({"a": torch.zeros(3, 16), "b": torch.zeros(2, 24)}, "as many rows"),
+        ({}, "no modality"),
     ],
 )
 def test_samples_that_do_not_fit_are_refused(x: Any, words: str) -> None:
     run, _ = ended("fedavg")
-    with pytest.raises(RecipeError, match=words):
+    with refuses(RecipeError, words):
         run.predict(x)
 
 

@@ -7,6 +7,7 @@ import torch
 
 import polyfed
 from polyfed.core.errors import DataError, RecipeError
+from refusals import refuses
 
 ROWS = 40
 
@@ -65,7 +66,7 @@ def test_the_columns_of_a_data_frame_are_samples():
     wanted = run.predict({"audio": frame.to_numpy()})
     assert torch.equal(run.predict({"audio": frame}), wanted)
     assert torch.equal(run.predict(frame), wanted)
-    with pytest.raises(DataError, match=r"'audio' lacks 1 column 'audio_2'"):
+    with refuses(DataError, "lacks 1"):
         run.predict({"audio": frame[["audio_0", "audio_1"]]})
 
 
@@ -80,20 +81,20 @@ class Samples(torch.utils.data.Dataset):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda wave, words: {"words": words + 100}, r"x\['words'\] holds ids from 10\d to 119.*from 0 to 19.*unknown"),
-        (lambda wave, words: {"words": -words}, r"x\['words'\] holds ids from -19 to 0"),
+        (lambda wave, words: {"words": words + 100}, "holds ids"),
+        (lambda wave, words: {"words": -words}, "holds ids"),
         (
             lambda wave, words: {"wave": [np.ones((12, 2)), np.ones((3, 2))]},
-            r"shape \(2, 12, 2\); it must be \(n, 9, 2\)",
+            "be (n, 9,",
         ),
-        (lambda wave, words: {"wave": [np.ones((4, 2)), np.ones((3, 1))]}, r"x\['wave'\]: samples differ in shape"),
-        (lambda wave, words: {"wave": ["a", "b"]}, r"x\['wave'\] holds values that are not numbers"),
-        (lambda wave, words: {"wave": torch.as_tensor(wave).to_sparse()}, r"sparse tensor; give a dense one"),
-        (lambda wave, words: Samples(), r"x is a Samples; collect the samples of each modality"),
-        (lambda wave, words: wave, "x is a ndarray; give a dictionary of samples"),
+        (lambda wave, words: {"wave": [np.ones((4, 2)), np.ones((3, 1))]}, "differ in shape"),
+        (lambda wave, words: {"wave": ["a", "b"]}, "holds values"),
+        (lambda wave, words: {"wave": torch.as_tensor(wave).to_sparse()}, "sparse tensor"),
+        (lambda wave, words: Samples(), "Samples"),
+        (lambda wave, words: wave, "dictionary of samples"),
     ],
 )
 def test_other_samples_are_refused_in_our_words(sequences, change, words):
     run, wave, tokens = sequences
-    with pytest.raises(RecipeError, match=words):
+    with refuses(RecipeError, words):
         run.predict(change(wave, tokens))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from polyfed.algorithms.averaging import State
 from polyfed.core.errors import CheckpointError
 from polyfed.experiment.running import checkpoint
+from refusals import refuses
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def test_only_the_newest_is_kept(tmp_path: Path) -> None:
 
 def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, 1, {"x": torch.ones(1)})
-    with pytest.raises(CheckpointError, match=r"test_checkpoint:Odd.*Move it there"):
+    with refuses(CheckpointError, "test_checkpoint:Odd"):
         checkpoint.save(tmp_path, 2, {"odd": [Odd()]})
     found = checkpoint.load(tmp_path)
     assert found is not None
@@ -106,7 +107,7 @@ class Level(IntEnum):
 
 @pytest.mark.parametrize("value", [{1}, Pair(1), Level.low, np.int64(3), np.zeros(2), object()])
 def test_what_would_not_come_back_as_it_was_is_refused_by_name(value: Any, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=f"holds a {type(value).__name__}, which a checkpoint cannot"):
+    with refuses(CheckpointError, f"holds a {type(value).__name__}"):
         checkpoint.save(tmp_path, 1, {"state": value})
 
 
@@ -115,7 +116,7 @@ def test_a_class_of_a_function_is_refused_when_it_is_saved(tmp_path: Path) -> No
     class Inner:
         x: int
 
-    with pytest.raises(CheckpointError, match="defined inside a function"):
+    with refuses(CheckpointError, "defined"):
         checkpoint.save(tmp_path, 1, Inner(1), modules=[__name__])
 
 
@@ -124,5 +125,5 @@ def test_a_changed_number_is_found_although_the_file_can_still_be_read(tmp_path:
     tensors = tmp_path / "round-000001" / checkpoint.TENSORS
     content = tensors.read_bytes()
     tensors.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(CheckpointError, match="its SHA-256 differs"):
+    with refuses(CheckpointError, "its SHA-256 differs"):
         checkpoint.load(tmp_path)

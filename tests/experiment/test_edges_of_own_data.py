@@ -18,6 +18,7 @@ from polyfed.core.errors import DataError, ModelError, PolyfedWarning, RecipeErr
 from polyfed.core.tree import Tree
 from polyfed.federation.context import ClientContext
 from polyfed.model import ModelSpec
+from refusals import refuses, warned
 
 HALF = np.where(np.arange(ROWS)[:, None] < ROWS // 2, np.nan, TEXT).astype(np.float32)
 
@@ -56,18 +57,18 @@ def test_a_row_that_is_partly_nan_or_infinite_is_refused_by_predict(wrong: float
     run = polyfed.run(data=DATA, **OPTIONS)
     text = TEXT.copy()
     text[7, 1] = wrong
-    with pytest.raises(RecipeError, match=r"x\['text'\] has 1 row that is partly NaN or infinite, first row 7"):
+    with refuses(RecipeError, "partly"):
         run.predict({"audio": AUDIO, "text": text})
-    with pytest.raises(RecipeError, match="x is a ndarray; give a dictionary"):
+    with refuses(RecipeError, "a ndarray"):
         run.predict(AUDIO)  # type: ignore[arg-type]
 
 
 def test_options_of_the_engine_can_be_given_beside_the_data() -> None:
     run = polyfed.run(data=DATA, engine={"name": "sequential", "threads": 1}, **OPTIONS)
     assert run.result["engine"] == "sequential"
-    with pytest.raises(RecipeError, match=r"\[engine\] has no option 'debugg'; did you mean 'debug'"):
+    with refuses(RecipeError, "engine.debugg: option"):
         polyfed.run(data=DATA, engine={"debugg": True}, **OPTIONS)
-    with pytest.raises(RecipeError, match="'fast' is not an engine"):
+    with refuses(RecipeError, "'fast'"):
         polyfed.run(data=DATA, engine="fast", **OPTIONS)
 
 
@@ -81,16 +82,16 @@ def test_a_model_of_ones_own_can_be_given_as_a_class_or_an_object(form: str) -> 
     }[form]
     run = polyfed.run(data=DATA, model=model, **OPTIONS)
     assert run.result["num_parameters"] == (6 + 1 + 4 + 1) * 3
-    with pytest.raises(RecipeError, match=r"\[model\] has no option 'block'; did you mean 'blocks'"):
+    with refuses(RecipeError, "model.block: option"):
         polyfed.run(data=DATA, model={"module": Whole, "block": blocks}, **OPTIONS)
 
 
 def test_a_modality_that_no_client_trains_is_warned_of() -> None:
-    with pytest.warns(PolyfedWarning, match="no client has training rows with text: its encoder stays untrained"):
+    with warned("untrained"):
         polyfed.run(data=DATA, labels=LABEL, clients={"num": 3, "holdings": [["audio"]]}, rounds=1)
     split = np.array(["train"] * 60 + ["test"] * 30)
     text = np.where(np.arange(ROWS)[:, None] < 60, np.nan, TEXT).astype(np.float32)
-    with pytest.warns(PolyfedWarning, match="no client has training rows with text"):
+    with warned("client has training"):
         polyfed.run(data=DATA | {"text": text}, labels=LABEL, clients=3, split=split, rounds=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error", PolyfedWarning)
@@ -99,7 +100,7 @@ def test_a_modality_that_no_client_trains_is_warned_of() -> None:
 
 def test_a_client_that_fails_in_every_round_is_warned_of() -> None:
     clients = {"num": 3, "holdings": [["audio", "text"], ["audio", "text"], ["audio"]]}
-    with pytest.warns(PolyfedWarning, match=r"1 of 3 clients gave no usable reply in any round.*Client 2:.*IndexError"):
+    with warned("clients gave"):
         polyfed.run(data=DATA, algorithm=Failing(), **(OPTIONS | {"clients": clients}))
 
 
@@ -112,9 +113,9 @@ def test_token_ids_beyond_a_backbones_vocabulary_are_refused_before_training(tmp
     for wrong in (len(WORDS) + 4, -5):
         bad = ids.copy()
         bad[17, 2] = wrong
-        with pytest.raises(DataError, match=rf"reads ids from 0 to {len(WORDS) - 1}. Make the ids with the tokenizer"):
+        with refuses(DataError, f"0 to {len(WORDS) - 1}"):
             polyfed.check(polyfed.make_recipe({"words": bad}, model=model, **options))
-    with pytest.raises(ModelError, match=r"holds no model that can be loaded\. Give the folder") as caught:
+    with refuses(ModelError, "loaded") as caught:
         polyfed.check(
             polyfed.make_recipe(
                 {"words": ids}, model={"encoders": {"words": {"kind": "hf", "path": "bertt"}}}, **options

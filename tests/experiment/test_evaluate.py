@@ -26,6 +26,7 @@ from polyfed.evaluation.site_scores import STEPS
 from polyfed.experiment.evaluate import Evaluation, job_of
 from polyfed.experiment.running.assembly import population_of
 from polyfed.federation.wire_format import Packet
+from refusals import refuses
 
 WHOLE = RECIPE.replace('holdings = [["a", "b"], ["a"], ["b"]]', "").replace('"scaffold"', '"fedavg"')
 POLICY = '[egress."*"]\nserver = ["statistic"]\naccept = ["parameters"]\n[egress.shared]\nserver = ["statistic"]\n'
@@ -146,22 +147,22 @@ def test_a_policy_that_allows_evaluation_and_no_training_refuses_the_training(tm
     assert sites.serve(tmp_path / "run")["evaluation"]["pooled"]["rows"] > 0
     training = sites.app.parent / "app"
     sites.handler, sites.app = Deployed(training / "recipe.toml"), training
-    with pytest.raises(EgressError, match="refused to send Update"):
+    with refuses(EgressError, "send Update.params"):
         sites.serve(tmp_path / "train")
 
 
 @pytest.mark.parametrize(
     ("policy", "words"),
     [
-        ('[egress."*"]\nserver = ["statistic"]\n', "refused to take Broadcast"),
+        ('[egress."*"]\nserver = ["statistic"]\n', "refused to take"),
         ('[egress.shared]\nserver = ["parameters"]\n', "refused to enrol"),
         ("[limits]\nmax_evaluations_per_day = 0\n", "max_evaluations_per_day"),
-        ("[limits]\nmax_requests_per_day = 0\n", "max_requests_per_day|1 or more|not valid"),
+        ("[limits]\nmax_requests_per_day = 0\n", "clients enrolled"),
     ],
 )
 def test_an_evaluation_job_gets_no_more_than_any_other_evaluation(policy: str, words: str, tmp_path: Path) -> None:
     sites = Sites(tmp_path, policy)
-    with pytest.raises(PolyfedError, match=words):
+    with refuses(PolyfedError, words):
         sites.serve(tmp_path / "run")
 
 
@@ -171,7 +172,7 @@ def test_few_test_rows_are_not_scored_even_if_a_server_asks_for_them(sites: Site
 
     parts = on_device(job_of(sites.model, None), limits=Limits(min_test_rows=100))
     parts.fed.begin(1)
-    with pytest.raises(EgressError, match="min_test_rows"):
+    with refuses(EgressError, "min_test_rows"):
         parts.algorithm.round(parts.algorithm.init(parts.fed, parts.initial), parts.fed)
     assert parts.ledger.bytes_up == 0
 
@@ -185,10 +186,10 @@ def test_devices_with_too_few_rows_take_no_part_and_the_server_says_so(tmp_path:
 
 def test_a_column_of_groups_needs_the_owners_permission(tmp_path: Path) -> None:
     sites = Sites(tmp_path / "a", POLICY, GROUPS)
-    with pytest.raises((EgressError, TooFewReplies), match=r'\[allow\] groups = \["sex"\]'):
+    with refuses((EgressError, TooFewReplies), 'groups = ["sex"]'):
         sites.serve(tmp_path / "run")
     other = Sites(tmp_path / "b", POLICY + '[allow]\ngroups = ["a", "id"]\n', {"id": [1]})
-    with pytest.raises((EgressError, TooFewReplies), match="sample ids"):
+    with refuses((EgressError, TooFewReplies), "sample ids"):
         other.serve(tmp_path / "again")
 
 
@@ -331,13 +332,13 @@ def test_the_command_prints_json_csv_and_a_table_and_writes_a_page(sites: Sites,
 
 def test_what_is_wrong_is_said_before_anything_runs(sites: Sites, tmp_path: Path) -> None:
     export = polyfed.load_run(sites.model).export(tmp_path / "model")
-    with pytest.raises(RecipeError, match=r"holds no recipe.*--recipe"):
+    with refuses(RecipeError, "clients and rows"):
         polyfed.evaluate(export)
-    with pytest.raises(RecipeError, match="does not fit this model"):
+    with refuses(RecipeError, "model.init: fit this model"):
         polyfed.evaluate(export, recipe=polyfed.load_recipe(sites.recipe, ["model.embedding=7"]))
-    with pytest.raises(RecipeError, match="must be distinct values"):
+    with refuses(RecipeError, "algorithm.groups: distinct values"):
         polyfed.evaluate(sites.model, groups={"sex": ["f", "f"]})
-    with pytest.raises(PolyfedError, match=r"groups needs the columns|no array"):
+    with refuses(PolyfedError, "algorithm.groups: groups needs"):
         polyfed.evaluate(sites.model, groups=GROUPS)
     none = polyfed.load_recipe(sites.recipe, ["clients.personal_test=0.2"])
     bare = (
@@ -346,9 +347,9 @@ def test_what_is_wrong_is_said_before_anything_runs(sites: Sites, tmp_path: Path
         else none
     )
     if bare is not none:
-        with pytest.raises(RecipeError, match="nothing to evaluate"):
+        with refuses(RecipeError, "clients.personal_test: nothing to evaluate"):
             polyfed.evaluate(sites.model, recipe=bare)
-    with pytest.raises(RecipeError, match="no client has validation rows"):
+    with refuses(RecipeError, "clients.personal_test: validation"):
         polyfed.evaluate(sites.model, rows="validation")
     with pytest.raises(SystemExit) as ended:
         main(["evaluate", str(sites.model), "--group", "sex"])
@@ -379,7 +380,7 @@ def test_groups_are_columns_of_a_table_too(tmp_path: Path) -> None:
             assert told["rows"] == (values == value).sum(), "words stay words: 01 is not 1"
             assert told["accuracy"]["value"] == pytest.approx(right[values == value].mean())
     assert polyfed.evaluate(tmp_path / "run", groups={"sex": ["f", "m"]}).content["pooled"]["groups"]["sex"]
-    with pytest.raises(DataError, match=r"no array 'sexx'.*sex"):
+    with refuses(DataError, "algorithm.groups: array"):
         polyfed.evaluate(tmp_path / "run", groups={"sexx": ["f"]})
 
 
@@ -470,7 +471,7 @@ def test_a_file_without_a_modality_answers_how_good_the_model_is_without_it(
 
 
 def test_a_missing_column_is_named(homes: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="the model reads \\(4,\\): the file has no column 'text_3'"):
+    with refuses(DataError, "column 'text_3'"):
         polyfed.evaluate(homes / "run", data=table(tmp_path / "short.csv", 300, 1, short=True))
 
 
@@ -569,12 +570,12 @@ def test_the_files_of_single_clients_hold_no_words_that_became_numbers(tmp_path:
     np.savez(tmp_path / "mine.npz", a=np.eye(20), sex=np.array(["f", "m"] * 10), label=np.arange(20) % 2)
     text = OWN_ARRAYS.format(tmp_path / "mine.npz", '["a", "sex"]\ncolumns = { sex = "one-hot" }')
     (tmp_path / "recipe.toml").write_text(text)
-    with pytest.raises(RecipeError, match=r"\[data.columns\] makes numbers of sex.*Write a file"):
+    with refuses(RecipeError, "numbers of sex"):
         write_nodes(polyfed.load_recipe(tmp_path / "recipe.toml"), tmp_path)
 
 
 def test_a_stated_scaling_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "mine.npz", a=np.eye(20), a_shift=np.zeros(3), a_scale=np.ones(20), label=np.arange(20) % 2)
     (tmp_path / "recipe.toml").write_text(OWN_ARRAYS.format(tmp_path / "mine.npz", '["a"]'))
-    with pytest.raises(DataError, match="a_shift and a_scale: the shift has the shape"):
+    with refuses(DataError, "a_shift and a_scale"):
         population_of(polyfed.load_recipe(tmp_path / "recipe.toml"))

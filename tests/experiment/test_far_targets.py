@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 import polyfed
-from polyfed.core.errors import DataError, PolyfedWarning
+from polyfed.core.errors import DataError
 from polyfed.experiment.recipes.first_recipe import starter
+from refusals import refuses, warned
 
 ROWS = 240
 
@@ -27,7 +28,7 @@ def error_of(run: Any) -> float:
 def test_far_targets_are_standardised_and_that_is_said() -> None:
     data = arrays(50.0, 2.3)
     options: dict[str, Any] = {"data": {"x": data["x"]}, "labels": data["y"], "rounds": 5, "train": {"lr": 0.003}}
-    with pytest.warns(PolyfedWarning, match=r"it learns \(target - (49|50|51)") as told:
+    with warned("target -") as told:
         near = polyfed.run(**options)
     assert len(told) == 1
     far = polyfed.run(**options, standardise=False)
@@ -42,7 +43,7 @@ def test_training_rows_alone_decide_the_units_of_targets() -> None:
     for other in (50.0, 9e4):
         y = np.where(np.arange(ROWS) % 4 == 0, other, data["y"]).astype(np.float32)
         split = np.where(np.arange(ROWS) % 4 == 0, "test", "train")
-        with pytest.warns(PolyfedWarning, match="far from the outputs"):
+        with warned("new model"):
             run = polyfed.run(data={"x": data["x"]}, labels=y, split=split, rounds=1)
         found.append(run.result["state_sha256"])
     assert found[0] == found[1]
@@ -72,7 +73,7 @@ def test_each_of_several_targets_that_are_far_from_0_is_standardised() -> None:
     targets = np.stack([audio[:, 0] + audio[:, 3], audio[:, 1] * 1e5 + 1e6, audio[:, 2:].sum(1) * 0.001], 1)
     options: dict[str, Any] = {"data": {"audio": audio}, "labels": targets, "rounds": 12, "clients": 2}
     options["train"] = {"optimiser": "adam", "lr": 0.02, "epochs": 5}
-    with pytest.warns(PolyfedWarning, match=r"it learns \(target - 0, 1.*e\+06, .*\) / 1, .*e\+04|e\+05"):
+    with warned("-0.0001157"):
         run = polyfed.run(**options)
     found = np.asarray(run.predict({"audio": audio}))
     for n in range(3):  # each target is learnt, whatever its unit
@@ -81,5 +82,5 @@ def test_each_of_several_targets_that_are_far_from_0_is_standardised() -> None:
 
 def test_a_target_that_float32_cannot_tell_apart_is_refused() -> None:
     seconds = 1.7e9 + np.arange(60.0)
-    with pytest.raises(DataError, match=r"target 0 .* float32 cannot tell its values apart. Subtract a constant"):
+    with refuses(DataError, "values apart"):
         polyfed.make_recipe({"audio": np.eye(60)}, labels=seconds)

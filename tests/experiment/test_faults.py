@@ -1,6 +1,5 @@
 """Clients that misbehave, recipes that are wrong, data that is odd: a clear error, and the round goes on."""
 
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import polyfed
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.averaging import Averaging, Update
 from polyfed.algorithms.base import Broadcast
-from polyfed.core.errors import DataError, EgressError, PolyfedError, PolyfedWarning, RecipeError, TooFewReplies
+from polyfed.core.errors import DataError, EgressError, PolyfedError, RecipeError, TooFewReplies
 from polyfed.core.option_checks import ranges, simple_types
 from polyfed.core.tree import Tree, block_of
 from polyfed.data import SOURCES, ClientsSpec
@@ -28,6 +27,7 @@ from polyfed.model import ModelSpec
 from polyfed.objective import CLASSES
 from polyfed.selection import SELECTORS, Uniform
 from polyfed.training.optimisers import Train
+from refusals import refuses, warned
 from world import AWKWARD, PLAIN, algorithm, furthest, played, recipe
 
 ENGINES = ["sequential", "vectorised"]
@@ -99,7 +99,7 @@ def test_a_bad_reply_is_dropped_and_the_round_goes_on(engine: str, fault: str, w
     ],
 )
 def test_replies_of_the_wrong_form_are_refused_with_the_reason(engine: str, fault: str, words: str) -> None:
-    with pytest.raises(TooFewReplies, match="0 of 6 clients answered") as error:
+    with refuses(TooFewReplies, "6 clients") as error:
         played(faulty(fault, engine))
     assert words in str(error.value)
 
@@ -108,12 +108,12 @@ def test_replies_of_the_wrong_form_are_refused_with_the_reason(engine: str, faul
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("block", "Update.params: it holds parameters of a block that it does not declare"),
-        ("type", "the task declares the message Update"),
+        ("block", "holds parameters"),
+        ("type", "task declares"),
     ],
 )
 def test_replies_that_check_does_not_announce_do_not_leave(engine: str, fault: str, words: str) -> None:
-    with pytest.raises(EgressError, match=words):
+    with refuses(EgressError, words):
         played(faulty(fault, engine))
 
 
@@ -160,7 +160,7 @@ def test_clients_of_one_row_and_batches_of_one_row_train(engine: str, encoders: 
     made = recipe(algorithm("fedavg", selector=ALL), engine, encoders, data=Toy(rows=rows * 4 * 5 // 4, classes=2))
     made = replace(made, clients=ClientsSpec(partition="iid", num=4))
     if rows == 1 and encoders is AWKWARD:  # one row has no batch statistics
-        with pytest.raises(RecipeError, match="every client has one training row, and the model has BatchNorm"):
+        with refuses(RecipeError, "train.batch_size: BatchNorm"):
             played(made)
         return
     state = played(made)[1]
@@ -168,7 +168,7 @@ def test_clients_of_one_row_and_batches_of_one_row_train(engine: str, encoders: 
 
 
 def test_one_class_trains() -> None:
-    with pytest.warns(UserWarning, match="label 0"):
+    with warned("label 0", UserWarning):
         state = played(recipe(algorithm("fedavg"), "vectorised", data=Toy(rows=200, classes=1)))[1]
     assert all(bool(torch.isfinite(v).all()) for v in state.params.values())
 
@@ -256,8 +256,9 @@ def test_every_option_with_a_range_is_refused_outside_of_it(kind: Any, name: str
     outside = [value for value in OUTSIDE if not within.holds(value) and not (whole and isinstance(value, float))]
     assert len(outside) >= 2
     for value in outside:
-        with pytest.raises(RecipeError, match=rf"\] {name} = {value}: must be {within.words}"):
+        with pytest.raises(RecipeError) as refused:
             kind(**{name: value})
+        assert f"] {name} = {value}: must be {within.words}" in str(refused.value)
 
 
 def test_a_share_of_clients_that_an_algorithm_does_not_draw_is_told() -> None:
@@ -288,9 +289,9 @@ def test_a_share_of_clients_that_an_algorithm_does_not_draw_is_told() -> None:
 def test_an_option_without_effect_is_told(section: str, table: dict[str, Any], words: str) -> None:
     made = parse_recipe({**BASE, section: table})
     assert [*idle_options(made)] == [words]
-    with pytest.warns(PolyfedWarning, match=re.escape(words)) as caught:
+    with warned("no effect") as caught:
         polyfed.run(replace(made, rounds=1))
-    assert len([one for one in caught if "no effect" in str(one.message)]) == 1, "once, not once per assembly"
+    assert [str(one.message) for one in caught if "no effect" in str(one.message)] == [words], "not once per assembly"
     assert not [*idle_options(parse_recipe({**BASE, section: {"optimiser": "none" if section == "server" else "sgd"}}))]
     assert not [*idle_options(parse_recipe(parse_recipe(BASE).table()))], "a resolved recipe contains all defaults"
 
@@ -303,17 +304,17 @@ def test_no_recipe_of_ours_has_an_option_without_effect(path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Train(lr="x"), "[train] lr = 'x': must be a number"),
-        (lambda: Train(epochs=2.5), "[train] epochs = 2.5: must be a whole number"),
-        (lambda: Train(epochs=True), "[train] epochs = True: must be a whole number"),
-        (lambda: Train(nesterov=1), "[train] nesterov = 1: must be true or false"),
-        (lambda: Train(steps="3"), "[train] steps = '3': must be a whole number or None"),
-        (lambda: ALGORITHMS["fedprox"](mu="big"), "[algorithm] mu = 'big': must be a number"),
-        (lambda: ClientsSpec(num="4"), "[clients] num = '4': must be a whole number"),
+        (lambda: Train(lr="x"), "train.lr: a number"),
+        (lambda: Train(epochs=2.5), "train.epochs: a whole number"),
+        (lambda: Train(epochs=True), "train.epochs: a whole number"),
+        (lambda: Train(nesterov=1), "train.nesterov: true or false"),
+        (lambda: Train(steps="3"), "train.steps: number or None"),
+        (lambda: ALGORITHMS["fedprox"](mu="big"), "algorithm.mu: a number"),
+        (lambda: ClientsSpec(num="4"), "clients.num: a whole number"),
     ],
 )
 def test_objects_made_in_python_are_checked_for_types(make: Any, words: str) -> None:
-    with pytest.raises(RecipeError, match=re.escape(words)):
+    with refuses(RecipeError, words):
         make()
 
 
@@ -322,7 +323,7 @@ def test_run_and_check_take_a_recipe_or_its_path() -> None:
     resolved = replace(polyfed.load_recipe(path), task=CLASSES)
     assert polyfed.check(path).recipe == polyfed.check(str(path)).recipe == resolved
     for verb in (polyfed.run, polyfed.check):
-        with pytest.raises(RecipeError, match="a dict is not a recipe"):
+        with refuses(RecipeError, "a dict"):
             verb({"data": {"name": "toy"}})
 
 
@@ -337,12 +338,12 @@ def test_steps_make_up_for_no_epochs_and_objects_may_train_nothing() -> None:
 
 
 def test_more_clients_than_there_are_is_an_error() -> None:
-    with pytest.raises(RecipeError, match="there are 4 clients"):
+    with refuses(RecipeError, "clients.participation: 4 clients"):
         polyfed.run(parse_recipe({**BASE, "clients": {"num": 4, "participation": 5}}))
 
 
 def test_a_section_without_effect_is_an_error() -> None:
-    with pytest.raises(RecipeError, match=r"\[server\] has no effect"):
+    with refuses(RecipeError, "server: effect"):
         parse_recipe({**BASE, "algorithm": {"name": "local"}, "server": {"optimiser": "adam"}})
 
 
@@ -350,18 +351,18 @@ def test_a_section_without_effect_is_an_error() -> None:
 def test_a_malformed_override_is_told(override: str, tmp_path: Path) -> None:
     path = tmp_path / "r.toml"
     path.write_text('seed = 1\n[data]\nname = "toy"\n')
-    with pytest.raises(RecipeError, match=r"--set|value, not a section"):
+    with refuses(RecipeError, "--set"):
         polyfed.load_recipe(path, [override])
 
 
 @pytest.mark.parametrize("text", ["seed = ", "\x00", "[data\n"])
 def test_a_broken_file_is_told(text: str, tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text(text)
-    with pytest.raises(RecipeError, match=r"not valid TOML: .* TOML needs quotes around words"):
+    with refuses(RecipeError, "around words"):
         polyfed.load_recipe(tmp_path / "r.toml")
-    with pytest.raises(RecipeError, match="No such file"):
+    with refuses(RecipeError, "No such file"):
         polyfed.load_recipe(tmp_path / "nowhere.toml")
-    with pytest.raises(RecipeError, match=r"'fedavg' is a method: for your own data, call polyfed.run\(data=..., algo"):
+    with refuses(RecipeError, "a method"):
         polyfed.run("fedavg")
 
 
@@ -400,24 +401,22 @@ def test_odd_arrays_are_told_by_name(changes: Any, words: str, tmp_path: Path) -
 def test_labels_that_are_also_a_modality_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "one.npz", **arrays(both=np.eye(4, dtype=np.float32)[np.arange(40) % 4]))
     for role in ("label", "client", "split"):
-        with pytest.raises(
-            RecipeError, match=f"data.{role} = 'both'; allowed: an array that is not in data.modalities"
-        ):
+        with refuses(RecipeError, f"data.{role}: 'both'"):
             Npz(path=str(tmp_path / "one.npz"), modalities=("a", "both"), **{role: "both"})
-    with pytest.raises(RecipeError, match=r"data.label = 'x'; allowed: a column that is not in data"):
+    with refuses(RecipeError, "data.label: column"):
         SOURCES["hf"](path="rows", modalities={"a": "values"}, columns={"a": "x"}, label="x")
 
 
 def test_classes_without_a_row_and_modalities_of_nobody_are_told(tmp_path: Path) -> None:
     np.savez(tmp_path / "one.npz", **arrays(label=np.arange(40) % 3 + 1))
-    with pytest.warns(PolyfedWarning, match=r"0 to 3, and 1 class has no row \(0\).*\n?.*regression"):
+    with warned("1 class"):
         Npz(path=str(tmp_path / "one.npz"), modalities=("a",)).load()
     names = np.array(["none", "x", "y", "z"])
     np.savez(tmp_path / "named.npz", **arrays(label=np.arange(40) % 3 + 1, label_name=names))
     Npz(path=str(tmp_path / "named.npz"), modalities=("a",)).load()
     np.savez(tmp_path / "absent.npz", **arrays(b=np.zeros((40, 2), np.float32), b_present=np.zeros(40, bool)))
     data = Npz(path=str(tmp_path / "absent.npz"), modalities=("a", "b"))
-    with pytest.warns(PolyfedWarning, match="no client has training rows with b"):
+    with warned("client has training"):
         assemble(recipe(algorithm("fedavg"), data=data, clients=ClientsSpec(partition="iid", num=3)))
 
 
@@ -436,7 +435,7 @@ def test_methods_that_take_rows_for_complete_refuse_data_in_which_some_are_not(n
     np.savez(tmp_path / "whole.npz", **arrays, b_present=np.ones(60, bool))
     made = recipe(algorithm(name), clients=ClientsSpec(partition="iid", num=3))
     assemble(replace(made, data=Npz(path=tmp_path / "whole.npz", modalities=("a", "b"))))
-    with pytest.raises(RecipeError, match=r"some rows of a client lack b \('b_present'"):
+    with refuses(RecipeError, "client lack"):
         assemble(replace(made, data=Npz(path=tmp_path / "gaps.npz", modalities=("a", "b"))))
 
 
@@ -447,7 +446,7 @@ def test_a_truncated_or_missing_file_and_a_missing_modality_are_told(tmp_path: P
     for name, modality, words in (
         ("half.npz", "a", "half.npz"),
         ("none.npz", "a", "none.npz"),
-        ("d.npz", "aa", "did you mean 'a'"),
+        ("d.npz", "aa", "mean 'a'"),
     ):
-        with pytest.raises(PolyfedError, match=words):
+        with refuses(PolyfedError, words):
             Npz(path=str(tmp_path / name), modalities=(modality,)).load()

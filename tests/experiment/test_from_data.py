@@ -19,6 +19,7 @@ from polyfed.experiment.recipes.sections import SECTIONS
 from polyfed.federation.attack import Attack
 from polyfed.privacy.differential.section import Privacy
 from polyfed.training.optimisers import Train
+from refusals import refuses
 
 ROWS = 90
 LABEL = np.arange(ROWS) % 3
@@ -58,9 +59,9 @@ def test_a_run_in_memory_says_so_resumes_with_its_data_and_loads_without(tmp_pat
     assert polyfed.load_run(tmp_path / "run").result == resumed.result
     again = polyfed.run(tmp_path / "run" / "recipe.toml", data=DATA, labels=LABEL, clients=WHO)
     assert again.result["state_sha256"] == whole.result["state_sha256"]
-    with pytest.raises(DataError, match=r"\(90 rows of .*\) was in the memory .* Pass it again"):
+    with refuses(DataError, "program"):
         polyfed.run(tmp_path / "run" / "recipe.toml", out=tmp_path / "run", resume=True)
-    with pytest.raises(DataError, match="its labels, splits or features have changed"):
+    with refuses(DataError, "have changed"):
         polyfed.run(data=DATA | {"text": TEXT + 1}, out=tmp_path / "run", resume=True, **more)
 
 
@@ -91,34 +92,34 @@ def test_sections_and_objects_are_options() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"lr": 0.1}, r"'lr' belongs in a section: write train=\{'lr': 0.1\}"),
-        ({"label": LABEL}, "there is no option 'label'; did you mean 'labels'"),
-        ({"method": "fedavg"}, "there is no option 'method'; did you mean algorithm=...?"),
-        ({"learning_rate": 0.1}, r"there is no option 'learning_rate'; did you mean train=\{'lr': ...\}\?"),
-        ({"num_rounds": 3}, "there is no option 'num_rounds'; did you mean rounds=...?"),
-        ({"train": 3}, "train is a section: write its keys in a dictionary"),
-        ({"model": torch.nn.Linear}, r'as in model=\{"module": ..., "blocks": \{...\}\}'),
-        ({"train": dict}, r"as in train=\{...\}"),
-        ({"task": "regression"}, r'as in task=\{"name": "regression"\}'),
-        ({"algorithm": "fedavgg"}, "did you mean 'fedavg'"),
-        ({"train": {"lr": "x"}, "rounds": 0, "model": {"embeding": 3}}, r"3 problems:\n"),
+        ({"lr": 0.1}, "'lr' belongs in"),
+        ({"label": LABEL}, "mean 'labels'"),
+        ({"method": "fedavg"}, "mean algorithm=...?"),
+        ({"learning_rate": 0.1}, "option 'learning_rate'"),
+        ({"num_rounds": 3}, "mean rounds=...?"),
+        ({"train": 3}, "train is a"),
+        ({"model": torch.nn.Linear}, "model is a"),
+        ({"train": dict}, "train is a"),
+        ({"task": "regression"}, "task is a"),
+        ({"algorithm": "fedavgg"}, "algorithm.name: mean 'fedavg'"),
+        ({"train": {"lr": "x"}, "rounds": 0, "model": {"embeding": 3}}, "rounds: nothing would be"),
         (
             {"train": {"epochs": 0}, "rounds": -1, "seed": -2},
-            r"3 problems:\n  \[train\] epochs = 0.*\n  seed = -2: .*\n  rounds = -1",
+            "seed: must be 0",
         ),
-        ({"train": {"epochs": 0}, "rounds": 0}, r"2 problems:\n  rounds = 0: .*\n  \[train\] epochs = 0: "),
-        ({"algorithm": FedProx(), "train": {"lr": 0.1}}, "train is given beside an algorithm object"),
-        ({"algorithm": {"name": "fedavg", "private": "head"}}, r"private = 'head': must be a list, as in \[\"head\"\]"),
-        ({"clients": True}, "give one client for each row"),
-        ({"clients": 3.0}, "clients = 3.0: give one client for each row, the name of a column, or the number"),
-        ({"algorithm": FedProx}, r"algorithm is the class FedProx: give an object, as in FedProx\(\)"),
-        ({"algorithm": None}, "algorithm = None: give its name, an object such as FedAvg"),
-        ({"egress": {"audoi": {"server": []}}}, "no row 'audoi'; did you mean 'audio'"),
-        ({"model": {"encoders": {"video": {"kind": "mlp"}}}}, "the data has no such modality"),
+        ({"train": {"epochs": 0}, "rounds": 0}, "train.epochs: nothing would be"),
+        ({"algorithm": FedProx(), "train": {"lr": 0.1}}, "beside an algorithm"),
+        ({"algorithm": {"name": "fedavg", "private": "head"}}, "algorithm.private: a list"),
+        ({"clients": True}, "client for each"),
+        ({"clients": 3.0}, "clients = 3.0"),
+        ({"algorithm": FedProx}, "the class FedProx"),
+        ({"algorithm": None}, "algorithm = None"),
+        ({"egress": {"audoi": {"server": []}}}, "egress.audoi: mean 'audio'"),
+        ({"model": {"encoders": {"video": {"kind": "mlp"}}}}, "model.encoders.video: no such modality"),
     ],
 )
 def test_wrong_options_are_told_with_their_cure(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(PolyfedError, match=words):
+    with refuses(PolyfedError, words):
         polyfed.check(polyfed.make_recipe(DATA, **({"labels": LABEL} | options)))
 
 
@@ -146,7 +147,7 @@ def test_privacy_attack_limits_and_secure_aggregation_reach_the_recipe() -> None
     assert made.network is not None
     secure = polyfed.make_recipe(DATA, **OPTIONS, secure_aggregation=SECURE)
     assert secure.algorithm.secure_aggregation.min_clients == 2
-    with pytest.raises(RecipeError, match="secure_aggregation is given beside an algorithm object"):
+    with refuses(RecipeError, "algorithm object"):
         polyfed.make_recipe(DATA, **OPTIONS, algorithm=FedProx(), secure_aggregation=SECURE)
     fair = {"name": "fedavg", "aggregation": "uniform"}
     run = polyfed.run(data=DATA, **OPTIONS, algorithm=fair, privacy=PRIVATE)
@@ -154,29 +155,27 @@ def test_privacy_attack_limits_and_secure_aggregation_reach_the_recipe() -> None
 
 
 def test_arguments_of_a_run_are_among_the_allowed_names() -> None:
-    with pytest.raises(RecipeError, match=r"no option 'devise'; did you mean 'device'\? .* data, .* engine, .* out, "):
+    with refuses(RecipeError, "listeners"):
         polyfed.run(data=DATA, **OPTIONS, devise="cpu")  # type: ignore[call-arg]
-    with pytest.raises(
-        RecipeError, match=r"'out' is an argument of polyfed.run: write polyfed.run\(data=..., out=...\)"
-    ):
+    with refuses(RecipeError, "argument of polyfed.run"):
         polyfed.make_recipe(DATA, **OPTIONS, out="folder")
     names = {name for name, kind in signature(polyfed.run).parameters.items() if kind.kind is not kind.VAR_KEYWORD}
     assert {*OF_A_RUN, "recipe"} == names
 
 
 def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"engine 'flower' runs clients in processes .* Save it with numpy.savez"):
+    with refuses(RecipeError, "themselves"):
         polyfed.run(data=DATA, engine="flower", **OPTIONS)
-    with pytest.raises(RecipeError, match="give a recipe or its path, or your own data"):
+    with refuses(RecipeError, "recipe or its"):
         polyfed.run()
     recipe = polyfed.make_recipe(DATA, **OPTIONS)
-    with pytest.raises(RecipeError, match="rounds is given without data"):
+    with refuses(RecipeError, "without data"):
         polyfed.run(recipe, rounds=3)
-    with pytest.raises(RecipeError, match="rounds is given beside a recipe"):
+    with refuses(RecipeError, "beside a recipe"):
         polyfed.run(recipe, data=DATA, labels=LABEL, rounds=3)
-    with pytest.raises(RecipeError, match="labels is an array, but data is a file"):
+    with refuses(RecipeError, "labels is an"):
         polyfed.run(data=npz(tmp_path), labels=LABEL)
-    with pytest.raises(RecipeError, match="labels is given, but a source reads its own"):
+    with refuses(RecipeError, "source reads"):
         polyfed.make_recipe(Npz(path=str(npz(tmp_path)), modalities=("audio",)), labels=LABEL)
 
 
@@ -185,17 +184,17 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
     [
         (
             {"train": "a.csv", "test": Path("b.csv")},
-            r"data\['train'\] is the path of a file, .*pandas.read_csv\('a.csv'\)",
+            "is the path",
         ),
         (
             {"train": DATA, "test": DATA},
-            r"data\['train'\] is a dict, .* data=\{'image': x\}, labels=y, split=\['train'",
+            "Join the arrays",
         ),
-        (DATA, r"labels = 'emotion' is a name, but data is arrays. Give one label for each row, as in labels=y"),
+        (DATA, "data is arrays"),
     ],
 )
 def test_splits_that_are_files_or_arrays_are_refused_with_the_cure(data: Any, words: str) -> None:
-    with pytest.raises(RecipeError, match=words):
+    with refuses(RecipeError, words):
         polyfed.make_recipe(data, labels="emotion")
 
 
@@ -204,7 +203,7 @@ def test_splits_that_are_files_or_arrays_are_refused_with_the_cure(data: Any, wo
 @pytest.mark.parametrize("clients", [3, np.int64(3), {"num": 3}, {"ids": WHO, "missing": {"text": 0.3}}])
 def test_beside_a_recipe_clients_is_only_the_natural_client_of_each_row(data: Any, clients: Any) -> None:
     recipe = polyfed.make_recipe(DATA, **OPTIONS)
-    with pytest.raises(RecipeError, match=r"clients gives '(num|missing)' beside a recipe, which has the section \[cl"):
+    with refuses(RecipeError, "section [clients]"):
         polyfed.run(recipe, data=data, labels=LABEL, clients=clients)
     found = with_data(recipe, data, {"labels": LABEL, "clients": {"ids": WHO}})
     assert found.data.load().client.tolist() == WHO.tolist()
@@ -217,10 +216,10 @@ def test_lists_of_values_beside_a_file_are_refused(tmp_path: Path, option: str, 
     if suffix == ".csv":
         path = tmp_path / "data.csv"
         FRAME.assign(label=LABEL).to_csv(path, index=False)
-    with pytest.raises(RecipeError, match=f"{option} is a list, but data is a file: name the array or column"):
+    with refuses(RecipeError, f"{option} is a"):
         polyfed.make_recipe(path, **{option: list(range(ROWS))})  # type: ignore[misc]
     if option != "clients":  # 3 is the number of clients
-        with pytest.raises(RecipeError, match=f"{option} is 3, but data is a file"):
+        with refuses(RecipeError, f"{option} is 3"):
             polyfed.make_recipe(path, **{option: 3})  # type: ignore[misc]
 
 
@@ -230,10 +229,10 @@ def test_modalities_of_a_table_are_a_dictionary(tmp_path: Path, form: str) -> No
     if form == "file":
         data.to_csv(tmp_path / "data.csv", index=False)
         data = tmp_path / "data.csv"
-    with pytest.raises(RecipeError, match=r"modalities = \['a_\*'\]: for a data frame or a table, give a dictionary"):
+    with refuses(RecipeError, "modalities = ['a_*']"):
         polyfed.make_recipe(data, modalities=["a_*"])
     for wrong in (None, 3.5, [None], []):
-        with pytest.raises(RecipeError, match=r"modalities\['a'\] = .*: give the name of a column, a pattern with"):
+        with refuses(RecipeError, "modalities['a']"):
             polyfed.make_recipe(data, modalities={"a": wrong})
     numbered = FRAME.rename(columns={"a_0": 0, "a_1": 1}).assign(label=LABEL)
     found = polyfed.make_recipe(numbered, modalities={"a": [0, 1]}).data.load()

@@ -8,8 +8,9 @@ import pytest
 
 import polyfed
 from polyfed.cli import main
-from polyfed.core.errors import PolyfedError, PolyfedWarning
+from polyfed.core.errors import PolyfedError
 from polyfed.experiment.recipes.first_recipe import starter
+from refusals import refuses, warned
 
 ROWS = 120
 DRAW = np.random.default_rng(0)
@@ -53,7 +54,7 @@ def test_the_recipe_passes_check_and_run_unchanged(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     file = write(tmp_path, suffix).name
-    with pytest.raises(SystemExit, match="0"):
+    with refuses(SystemExit, "0"):
         main(["init", file])
     said = capsys.readouterr().out
     recipe = Path("recipe.toml").read_text()
@@ -76,7 +77,7 @@ def test_the_recipe_passes_check_and_run_unchanged(
     assert not checked.remarks
     ran = polyfed.run(polyfed.load_recipe("recipe.toml", ["rounds=1"]))
     assert ran.result["metrics"]["global"]["accuracy"] >= 0.0
-    with pytest.raises(SystemExit, match="2"):
+    with refuses(SystemExit, "2"):
         main(["init", file])
     assert "exists already; nothing was replaced" in capsys.readouterr().err
 
@@ -84,18 +85,18 @@ def test_the_recipe_passes_check_and_run_unchanged(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"label": "feeling"}, "no column 'feeling' for the labels"),
-        ({"label": "feels", "client": "person"}, "no column 'person' for the clients"),
-        ({}, "has no labels under the names label, .* polyfed init .* --label NAME.* It has: audio_0"),
+        ({"label": "feeling"}, "column 'feeling'"),
+        ({"label": "feels", "client": "person"}, "column 'person'"),
+        ({}, "diagnosis"),
     ],
 )
 def test_what_cannot_be_guessed_is_asked_for(options: dict[str, str], words: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     table().rename(columns={"emotion": "feels"}).to_csv(path, index=False)
-    with pytest.raises(PolyfedError, match=words):
+    with refuses(PolyfedError, words):
         starter(path, options)
     (tmp_path / "mine.xlsx").touch()
-    with pytest.raises(PolyfedError, match=r"no file that polyfed reads. Allowed: .npz, .csv"):
+    with refuses(PolyfedError, "file that polyfed"):
         starter(tmp_path / "mine.xlsx", {})
 
 
@@ -109,7 +110,7 @@ def test_several_targets_are_labels_and_no_modality(tmp_path: Path, capsys: pyte
     held = table().drop(columns="emotion").assign(y1=LABEL == 1, y2=LABEL > 0)
     held.astype({"y1": int, "y2": int}).to_csv(tmp_path / "mine.csv", index=False)
     out = tmp_path / "recipe.toml"
-    with pytest.raises(SystemExit, match="0"):
+    with refuses(SystemExit, "0"):
         main(["init", str(tmp_path / "mine.csv"), "--label", "y1", "--label", "y2", "--out", str(out)])
     recipe = polyfed.load_recipe(out)
     assert recipe.data.label == ["y1", "y2"]
@@ -118,7 +119,7 @@ def test_several_targets_are_labels_and_no_modality(tmp_path: Path, capsys: pyte
 
 
 def test_several_files_are_refused_with_the_cure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
+    with refuses(SystemExit, "2"):
         main(["init", "train.csv", "test.csv", "--out", str(tmp_path / "recipe.toml")])
     assert "init reads one file, and train.csv test.csv are several. Join them into one file" in capsys.readouterr().err
 
@@ -127,7 +128,7 @@ def test_several_files_are_refused_with_the_cure(tmp_path: Path, capsys: pytest.
 def test_it_names_the_labels_the_clients_and_the_missing_split(
     suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit, match="0"):
+    with refuses(SystemExit, "0"):
         main(["init", str(write(tmp_path, suffix)), "--out", str(tmp_path / "recipe.toml")])
     said = capsys.readouterr().out
     label, client = ("y", "site") if suffix == ".npz" else ("emotion", "speaker")
@@ -139,10 +140,7 @@ def test_it_names_the_labels_the_clients_and_the_missing_split(
 def test_python_says_which_columns_it_picked(tmp_path: Path) -> None:
     held = table()[["audio_0", "audio_1", "emotion", "speaker"]].fillna(0.0)
     held.to_csv(tmp_path / "mine.csv", index=False)
-    words = (
-        "'emotion' gives the labels, 'speaker' gives the clients, because .* Write labels='emotion', clients='speaker'"
-    )
-    with pytest.warns(PolyfedWarning, match=words):
+    with warned("labels='emotion', clients='speaker'"):
         polyfed.make_recipe(tmp_path / "mine.csv", standardise=False)
     polyfed.make_recipe(tmp_path / "mine.csv", standardise=False, labels="emotion", clients="speaker")
 
@@ -152,10 +150,10 @@ def test_words_of_an_ordinal_task_need_their_order(tmp_path: Path) -> None:
     held.to_csv(tmp_path / "mine.csv", index=False)
     out = tmp_path / "recipe.toml"
     words = ["init", str(tmp_path / "mine.csv"), "--label", "level", "--task", "ordinal", "--out", str(out)]
-    with pytest.raises(SystemExit, match="5"):
+    with refuses(SystemExit, "5"):
         main(words)
     assert not out.exists()
-    with pytest.raises(SystemExit, match="0"):
+    with refuses(SystemExit, "0"):
         main([*words, "--class-name", "owl", "--class-name", "cat", "--class-name", "dog"])
     assert 'class_names = ["owl", "cat", "dog"]' in out.read_text()
     assert polyfed.check(out).recipe.data.load().class_names == ("owl", "cat", "dog")
@@ -163,7 +161,7 @@ def test_words_of_an_ordinal_task_need_their_order(tmp_path: Path) -> None:
 
 def test_several_arrays_of_labels_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "mine.npz", audio=AUDIO, y1=LABEL, y2=LABEL)
-    with pytest.raises(PolyfedError, match=r"labels = y1, y2 are several arrays. Save the targets of a row as one"):
+    with refuses(PolyfedError, "several arrays"):
         starter(tmp_path / "mine.npz", {"label": ["y1", "y2"]})
 
 
@@ -172,13 +170,13 @@ def test_a_table_with_holes_gets_scores_of_subsets_and_validation_rows(tmp_path:
     lines += [f"{'' if n % 3 else n / 9},{n / 7},{n % 5},{'ab'[n % 2]}" for n in range(120)]
     (tmp_path / "mine.csv").write_text("\n".join(lines))
     main_out = tmp_path / "recipe.toml"
-    with pytest.raises(SystemExit, match="0"):
+    with refuses(SystemExit, "0"):
         main(["init", str(tmp_path / "mine.csv"), "--out", str(main_out)])
     made = polyfed.load_recipe(main_out)
     assert (made.algorithm.evaluation.subsets, made.algorithm.evaluation.conformal) == ("all", "split")
     assert (made.clients.validation, made.clients.personal_validation) == (0.0, 0.2)
     whole = [line.replace(",,", ",1,") if line[0] != "," else "1" + line for line in lines]
     (tmp_path / "whole.csv").write_text("\n".join(whole))
-    with pytest.raises(SystemExit, match="0"):
+    with refuses(SystemExit, "0"):
         main(["init", str(tmp_path / "whole.csv"), "--out", str(tmp_path / "whole.toml")])
     assert "[evaluate]" not in (tmp_path / "whole.toml").read_text()

@@ -46,6 +46,7 @@ from polyfed.privacy.differential.section import Privacy
 from polyfed.selection import Uniform
 from polyfed.training import SingleClientData
 from polyfed.training.optimisers import Train
+from refusals import refuses
 from world import algorithm, recipe
 
 SIGMA = math.sqrt(2 * math.log(1.25 / 1e-5))
@@ -394,14 +395,14 @@ def test_other_data_and_wrong_options_are_refused(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     polyfed.run(recipe(algorithm("fedavg"), rounds=1), out=folder)
     for options in ({"rounds": 0}, {"clients": 0}, {"shadows": 1}):
-        with pytest.raises(RecipeError, match=f"--{next(iter(options))}"):
+        with refuses(RecipeError, f"--{next(iter(options))}"):
             audit(folder, **options)
     facts = json.loads((folder / "run.json").read_text())
     facts["data"]["sha256"] = "0" * 64
     (folder / "run.json").write_text(json.dumps(facts))
-    with pytest.raises(DataError, match="the data is not that of the run"):
+    with refuses(DataError, "of the run"):
         audit(folder, rounds=1)
-    with pytest.raises(DataError, match="holds no run"):
+    with refuses(DataError, "holds no run"):
         audit(tmp_path)
 
 
@@ -422,7 +423,7 @@ def test_a_task_without_classes_has_no_labels_to_attack(tmp_path: Path) -> None:
 def test_a_run_on_data_in_memory_is_refused_with_a_reason(tmp_path: Path) -> None:
     x = torch.randn(40, 3).numpy()
     polyfed.run(data={"a": x}, labels=np.arange(40) % 2, rounds=1, out=tmp_path / "run")
-    with pytest.raises(RecipeError, match=r"was in memory.*\.leakage\.audit\(folder, data=\.\.\., labels=\.\.\.\)"):
+    with refuses(RecipeError, "command line"):
         audit(tmp_path / "run")
 
 

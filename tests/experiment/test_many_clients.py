@@ -19,6 +19,7 @@ from polyfed.federation.network import Network
 from polyfed.report import write_report
 from polyfed.report.pages.charts import MOST_POINTS
 from polyfed.report.pages.client_charts import _times
+from refusals import refuses
 
 FEW, MANY = 2_000, 200_000
 ROWS_EACH, TEST_ROWS = 3, 100
@@ -159,10 +160,10 @@ def test_a_damaged_file_of_facts_about_clients_is_named(tmp_path: Path) -> None:
     content = bytearray(facts.read_bytes())
     content[-1] ^= 1
     facts.write_bytes(content)
-    with pytest.raises(CheckpointError, match=f"{facts.name} is damaged"):
+    with refuses(CheckpointError, f"{facts.name} is damaged"):
         polyfed.load_run(out)
     facts.unlink()
-    with pytest.raises(CheckpointError, match=f"{facts.name} cannot be read"):
+    with refuses(CheckpointError, f"{facts.name} cannot be"):
         polyfed.load_run(out)
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from polyfed.core.errors import RecipeError
 from polyfed.experiment.recipes.overrides import apply
+from refusals import refuses
 
 
 @pytest.mark.parametrize(
@@ -32,7 +33,7 @@ def test_an_override_is_written_where_it_says(override: str, expected: dict[str,
 
 
 def test_a_key_that_needs_quotes_says_how_to_write_them() -> None:
-    with pytest.raises(RecipeError, match=r"needs quotes.*--set 'egress\.\"\*\"\.server="):
+    with refuses(RecipeError, "_ needs"):
         apply({}, 'egress.*.server=["raw"]')
 
 
@@ -41,6 +42,6 @@ def test_a_key_that_needs_quotes_says_how_to_write_them() -> None:
 )
 def test_what_says_no_place_or_no_value_is_refused_and_changes_nothing(override: str) -> None:
     table: dict[str, Any] = {"a": 1}
-    with pytest.raises(RecipeError, match="--set"):
+    with refuses(RecipeError, "--set"):
         apply(table, override)
     assert table == {"a": 1}

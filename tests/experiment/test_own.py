@@ -8,11 +8,12 @@ import pytest
 
 import polyfed
 from polyfed.algorithms.averaging import Averaging
-from polyfed.core.errors import DataError, PolyfedWarning, RecipeError
+from polyfed.core.errors import DataError, RecipeError
 from polyfed.core.registry import find
 from polyfed.data.columns import Columns
 from polyfed.data.sources import CgDigits
 from polyfed.experiment.recipes.recipe import load_recipe
+from refusals import refuses, warned
 
 MODULE = """
 from dataclasses import dataclass
@@ -114,32 +115,32 @@ def test_a_source_need_not_be_a_dataclass_in_python(recipe: Path, tmp_path: Path
 
 def test_a_bare_tensor_is_no_column() -> None:
     digits = CgDigits().load()
-    with pytest.raises(DataError, match=r"modality 'gray' is a Tensor, not a Column"):
+    with refuses(DataError, "modality 'gray'"):
         replace(digits, modalities={"gray": digits.column("gray").values})  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("algorithm.name=own_parts:Push", r"\[algorithm\] name = 'own_parts:Push' cannot be imported .*PYTHONPATH"),
-        ("algorithm.name=nowhere:Pull", "No module named 'nowhere'"),
+        ("algorithm.name=own_parts:Push", "algorithm.name: attribute"),
+        ("algorithm.name=nowhere:Pull", "algorithm.name: named"),
         (
             "algorithm.name=own_parts:First",
-            "must be a class that extends polyfed.algorithms.Algorithm; it is the class own_parts.First",
+            "algorithm.name: extends",
         ),
         (
             "selection.name=own_parts:Pull",
-            "must be a class that extends polyfed.selection.Selector; it is the class own_parts.Pull",
+            "selection.name: extends",
         ),
-        ("data.name=own_parts:Halves", r"\[data\] name = .* must be a class that extends polyfed.data.Source"),
-        ("data.name=own_parts:NoDataclass", "must be a dataclass"),
-        ("clients.partition=own_parts:NoDataclass", r"clients.partition = .* extends polyfed.data.Partition"),
-        ("algorithm.name=fedavgg", r"did you mean 'fedavg'.*or your own, 'package.module:Class'"),
-        ("algorithm.nu=1.0", r"\[algorithm\] has no option 'nu'"),
+        ("data.name=own_parts:Halves", "data.name: extends"),
+        ("data.name=own_parts:NoDataclass", "data.name: dataclass"),
+        ("clients.partition=own_parts:NoDataclass", "clients.partition: extends"),
+        ("algorithm.name=fedavgg", "algorithm.name: fedavg"),
+        ("algorithm.nu=1.0", "algorithm.nu: option"),
     ],
 )
 def test_what_is_wrong_with_an_own_part_is_said(recipe: Path, override: str, words: str) -> None:
-    with pytest.raises(RecipeError, match=words):
+    with refuses(RecipeError, words):
         load_recipe(recipe, [override])
 
 
@@ -150,12 +151,12 @@ class Undeclared(Averaging):
 
 
 def test_options_without_the_decorator_of_a_dataclass_are_told() -> None:
-    with pytest.raises(RecipeError, match=r"has the options strength, .*@dataclass\(frozen=True, kw_only=True\) above"):
+    with refuses(RecipeError, "decorator"):
         find("test_own:Undeclared", {}, Averaging)
 
 
 def test_a_method_that_is_nearly_a_hook_is_told() -> None:
-    with pytest.warns(PolyfedWarning, match=r"Misspelt.losses overrides nothing; was 'loss' meant"):
+    with warned("overrides nothing"):
 
         class Misspelt(Averaging):
             def losses(self, *_: Any) -> None:

@@ -9,6 +9,7 @@ import pytest
 import polyfed
 from polyfed.core.errors import DataError, EgressError, NotAllowed, RecipeError
 from polyfed.core.problems import joined
+from refusals import refuses
 
 BAD = """seed = 1
 roundz = 3
@@ -75,7 +76,7 @@ def test_every_fault_has_a_line_of_its_own(tmp_path: Path) -> None:
 
 def test_one_fault_keeps_its_text_and_names_its_line(tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text('[data]\nname = "toy"\n[algorithm]\nname = "fedavg"\n[train]\nlr = "x"\n')
-    with pytest.raises(RecipeError, match=r"r\.toml: line 6: \[train\] lr = 'x': must be a number$"):
+    with refuses(RecipeError, "train.lr: r.toml"):
         polyfed.load_recipe(tmp_path / "r.toml")
 
 
@@ -85,8 +86,9 @@ def test_missing_sections_and_wrong_overrides_are_told_together(tmp_path: Path) 
         polyfed.load_recipe(tmp_path / "r.toml")
     for words in ("section [data] is missing", "section [algorithm] is missing", "line 2: [train] lr = -1.0"):
         assert words in str(caught.value)
-    with pytest.raises(RecipeError, match=r"2 problems:\n.*--set a.*\n.*--set b"):
+    with refuses(RecipeError, "--set a") as refused:
         polyfed.load_recipe(tmp_path / "r.toml", ["a", "b"])
+    assert len(refused.value.several) == 2
 
 
 def test_what_is_not_allowed_comes_alone() -> None:

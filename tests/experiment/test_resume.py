@@ -28,6 +28,7 @@ from polyfed.experiment.running.loop import execute
 from polyfed.objective import CLASSES
 from polyfed.selection import Uniform
 from polyfed.training.optimisers import Train
+from refusals import refuses
 from world import AWKWARD, algorithm, recipe
 
 
@@ -129,7 +130,7 @@ def test_a_finished_run_can_be_given_more_rounds(tmp_path: Path) -> None:
 def test_fewer_rounds_than_played_are_refused_and_change_nothing(tmp_path: Path) -> None:
     polyfed.run(longer("fedavg", rounds=4), tmp_path)
     before = files(tmp_path), (tmp_path / "recipe.toml").read_bytes()
-    with pytest.raises(RecipeError, match="holds 4 rounds, the recipe says rounds = 2"):
+    with refuses(RecipeError, "recipe says rounds"):
         polyfed.run(longer("fedavg", rounds=2), tmp_path, resume=True)
     assert before == (files(tmp_path), (tmp_path / "recipe.toml").read_bytes())
 
@@ -137,7 +138,7 @@ def test_fewer_rounds_than_played_are_refused_and_change_nothing(tmp_path: Path)
 def test_more_rounds_are_refused_where_the_learning_rate_runs_over_all_of_them(tmp_path: Path) -> None:
     falling = Train(lr=0.1, lr_end=0.01, lr_schedule="cosine", batch_size=16)
     polyfed.run(longer("fedavg", rounds=2, train=falling), tmp_path)
-    with pytest.raises(RecipeError, match=r"lr_schedule = 'cosine' spreads over all of them"):
+    with refuses(RecipeError, "spreads"):
         polyfed.run(longer("fedavg", rounds=4, train=falling), tmp_path, resume=True)
 
 
@@ -221,28 +222,28 @@ def test_what_clients_keep_is_not_lost_by_another_engine(first: str, then: str, 
     folder.note(made.table(), {"run": "one"})
     folder.checkpoints.mkdir()
     other = recipe(algorithm("scaffold"), then, task=CLASSES)
-    with pytest.raises(RecipeError, match=f"engine '{first}', now it is '{then}'"):
+    with refuses(RecipeError, f"on engine '{first}'"):
         Records(tmp_path / "run", resume=True).check(other.table(), {"run": "two", "started": "now"})
 
 
 def test_a_folder_with_another_run_is_not_overwritten(tmp_path: Path) -> None:
     polyfed.run(longer("fedavg", rounds=1), tmp_path)
     before = everything(tmp_path)
-    with pytest.raises(RecipeError, match="holds another run"):
+    with refuses(RecipeError, "holds another run"):
         polyfed.run(longer("fedavg", rounds=2), tmp_path)
     assert before == everything(tmp_path)
 
 
 def test_a_folder_with_other_things_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
-    with pytest.raises(RecipeError, match="holds no run"):
+    with refuses(RecipeError, "holds no run"):
         polyfed.run(longer("fedavg", rounds=1), tmp_path)
     assert (tmp_path / "thesis.tex").read_text() == "mine"
 
 
 def test_resuming_with_another_recipe_names_the_difference(tmp_path: Path) -> None:
     polyfed.run(longer("fedavg", rounds=1), tmp_path)
-    with pytest.raises(RecipeError, match=r"seed = 1, the recipe says 2"):
+    with refuses(RecipeError, "recipe says 2"):
         polyfed.run(replace(longer("fedavg", rounds=2), seed=2), tmp_path, resume=True)
 
 
@@ -253,7 +254,7 @@ def test_a_damaged_checkpoint_is_told_by_name(tmp_path: Path, victim: str) -> No
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=f"{victim} is damaged"):
+    with refuses(CheckpointError, f"{victim} is damaged"):
         polyfed.run(longer("fedavg", rounds=2), tmp_path, resume=True)
 
 
@@ -281,7 +282,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path: Path, monkeypatch: 
         original(tensors, path)
 
     monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(CheckpointError, match=r"No space left on device.*previous checkpoint is untouched"):
+    with refuses(CheckpointError, "untouched"):
         polyfed.run(made, tmp_path / "run")
     monkeypatch.undo()
     assert polyfed.run(made, tmp_path / "run", resume=True).result["state_sha256"] == whole.result["state_sha256"]
@@ -294,13 +295,13 @@ def test_a_checkpoint_names_no_class_outside_polyfed_and_the_algorithms_module(t
     latest = json.loads((tmp_path / "checkpoint" / "latest.json").read_text())
     latest["sha256"]["state.json"] = checkpoint.sha256_of(path)
     (tmp_path / "checkpoint" / "latest.json").write_text(json.dumps(latest))
-    with pytest.raises(CheckpointError, match="subprocess:Popen"):
+    with refuses(CheckpointError, "subprocess:Popen"):
         polyfed.run(longer("fedavg", rounds=2), tmp_path, resume=True)
 
 
 def test_an_output_folder_that_cannot_be_made_is_an_error_of_ours(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(PolyfedError, match="--out"):
+    with refuses(PolyfedError, "--out"):
         polyfed.run(longer("fedavg", rounds=1), tmp_path / "file" / "run")
 
 
@@ -313,7 +314,7 @@ def test_a_resolved_recipe_can_be_run_again_as_it_is(tmp_path: Path) -> None:
 
 
 def test_an_engine_of_another_name_is_an_error_of_ours() -> None:
-    with pytest.raises(RecipeError, match="did you mean 'vectorised'"):
+    with refuses(RecipeError, "mean 'vectorised'"):
         polyfed.run(longer("fedavg", rounds=1), engine="vectorized")
 
 
@@ -337,7 +338,7 @@ def test_a_run_refused_at_its_start_leaves_its_folder_free(tmp_path: Path) -> No
         def init(self, fed: Any, params: Any) -> Any:
             raise RecipeError("not with this data")
 
-    with pytest.raises(RecipeError, match="not with this data"):
+    with refuses(RecipeError, "with this data"):
         polyfed.run(recipe(Picky(train=Train(lr=0.1))), tmp_path / "run")
     assert not (tmp_path / "run").exists()
     assert polyfed.run(recipe(algorithm("fedavg")), tmp_path / "run").folder == tmp_path / "run"
@@ -348,7 +349,7 @@ def test_two_processes_do_not_write_one_run(tmp_path: Path) -> None:
 
     def other(event: str, **facts: Any) -> None:
         if event == "round-finished" and not inside:
-            with pytest.raises(RecipeError, match=r"another process is writing this run \(process \d+\)"):
+            with refuses(RecipeError, "process is writing"):
                 polyfed.run(longer(rounds=3), tmp_path / "run", resume=True)
             inside.append("refused")
 
@@ -366,7 +367,7 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path: Path) -> None:
     assert other.fingerprint() != source.fingerprint() == made.data.load().fingerprint()
     facts = tmp_path / "run" / "run.json"
     facts.write_text(facts.read_text().replace(source.fingerprint(), other.fingerprint()))
-    with pytest.raises(DataError, match="the data is not that of the run"):
+    with refuses(DataError, "cannot resume"):
         polyfed.run(replace(made, rounds=3), tmp_path / "run", resume=True)
 
 
@@ -376,7 +377,7 @@ def test_a_run_whose_checkpoint_is_gone_is_not_played_over(tmp_path: Path) -> No
     before = {
         name: (tmp_path / "run" / name).read_bytes() for name in (run_files.ROUNDS, run_files.EGRESS, run_files.RESULT)
     }
-    with pytest.raises(CheckpointError, match=r"holds 3 rounds that had a checkpoint, and no checkpoint"):
+    with refuses(CheckpointError, "3 rounds"):
         polyfed.run(longer(rounds=3), tmp_path / "run", resume=True)
     assert all((tmp_path / "run" / name).read_bytes() == text for name, text in before.items())
 
@@ -385,7 +386,7 @@ def test_a_run_whose_checkpoint_is_gone_is_not_played_over(tmp_path: Path) -> No
 def test_a_log_that_is_gone_is_not_filled_with_nothing(name: str, tmp_path: Path) -> None:
     polyfed.run(longer(rounds=3), tmp_path / "run")
     (tmp_path / "run" / name).unlink()
-    with pytest.raises(CheckpointError, match="is shorter than when the checkpoint was written"):
+    with refuses(CheckpointError, "shorter"):
         polyfed.run(longer(rounds=4), tmp_path / "run", resume=True)
 
 
@@ -404,7 +405,7 @@ def test_a_damaged_file_of_a_run_is_named(name: str, text: str | bytes, tmp_path
     polyfed.run(longer(rounds=2), tmp_path / "run")
     whole = text if isinstance(text, bytes) else text.encode()
     (tmp_path / "run" / name).write_bytes(whole)
-    with pytest.raises(CheckpointError, match=rf"{name}.*Restore it from a copy"):
+    with refuses(CheckpointError, name):
         polyfed.run(longer(rounds=3), tmp_path / "run", resume=True)
 
 
@@ -418,7 +419,7 @@ def test_the_result_of_fewer_rounds_does_not_pass_for_that_of_more(tmp_path: Pat
 def test_somebody_elses_run_json_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / run_files.FACTS).write_text('{"mine": 1}')
-    with pytest.raises(RecipeError, match=r"is not empty and holds no run"):
+    with refuses(RecipeError, "holds no run"):
         polyfed.run(longer(rounds=1), tmp_path / "run")
     assert (tmp_path / "run" / run_files.FACTS).read_text() == '{"mine": 1}'
 
@@ -426,7 +427,7 @@ def test_somebody_elses_run_json_is_not_written_over(tmp_path: Path) -> None:
 def test_who_is_refused_a_folder_does_not_take_it_from_its_holder(tmp_path: Path) -> None:
     holder = Records(tmp_path / "run", resume=False)
     with holder.alone():  # it has written nothing yet: data is being loaded
-        with pytest.raises(RecipeError, match="another process is writing this run"):
+        with refuses(RecipeError, "process is writing"):
             polyfed.run(longer(rounds=1), tmp_path / "run")
         assert (tmp_path / "run").is_dir()
     assert not (tmp_path / "run").exists()
@@ -449,7 +450,7 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "victim").write_text("mine")
     (tmp_path / "run" / LOCK).symlink_to(tmp_path / "victim")
-    with pytest.raises(RecipeError, match=LOCK):
+    with refuses(RecipeError, LOCK):
         polyfed.run(longer(rounds=1), tmp_path / "run")
     assert (tmp_path / "victim").read_text() == "mine"
 
@@ -466,7 +467,7 @@ def test_a_first_line_that_was_cut_short_does_not_keep_a_run_from_going_on(tmp_p
 def test_a_line_that_is_no_round_is_damage(tmp_path: Path) -> None:
     stopped(tmp_path / "run", 1, replace(longer(rounds=3), checkpoint=CheckpointSpec(every=0)))
     (tmp_path / "run" / run_files.ROUNDS).write_text("[1]\n")
-    with pytest.raises(CheckpointError, match="is not the row of a round"):
+    with refuses(CheckpointError, "should"):
         polyfed.run(longer(rounds=3), tmp_path / "run", resume=True)
 
 
@@ -476,7 +477,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "a" / "checkpoint")
     shutil.copytree(tmp_path / "b" / "checkpoint", tmp_path / "a" / "checkpoint")
     before = everything(tmp_path / "a")
-    with pytest.raises(CheckpointError, match="is not of this run"):
+    with refuses(CheckpointError, "checkpoint in"):
         polyfed.run(longer(rounds=3), tmp_path / "a", resume=True)
     assert everything(tmp_path / "a") == before
 
@@ -485,7 +486,7 @@ def test_a_checkpoint_that_says_another_round_is_refused(tmp_path: Path) -> None
     stopped(tmp_path / "run", 2, longer(rounds=3))
     latest = tmp_path / "run" / "checkpoint" / "latest.json"
     latest.write_text(latest.read_text().replace('"round": 2', '"round": 1'))
-    with pytest.raises(CheckpointError, match="is not of this run"):
+    with refuses(CheckpointError, "checkpoint in"):
         polyfed.run(longer(rounds=3), tmp_path / "run", resume=True)
 
 

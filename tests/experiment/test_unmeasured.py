@@ -9,18 +9,18 @@ import pytest
 from laws.rows import ROWS
 from laws.test_laws import world
 from polyfed.algorithms import ALGORITHMS
-from polyfed.core.errors import PolyfedWarning
 from polyfed.data import ClientsSpec
 from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.checks.check import check, warn_unmeasured
 from polyfed.experiment.running.assembly import assemble
 from polyfed.start import run
+from refusals import warned
 from world import algorithm, played, recipe
 
 OWN = ClientsSpec(partition="iid", num=6, personal_test=0.2)
 
 
-def warned(made: Any) -> list[str]:
+def remarks(made: Any) -> list[str]:
     """What `warn_unmeasured` alone says of a recipe."""
     parts = assemble(made)
     with warnings.catch_warnings(record=True) as caught:
@@ -34,8 +34,8 @@ def test_it_is_said_of_those_whose_evaluation_is_empty_and_of_no_other(name: str
     made = replace(world(name), rounds=1)
     parts, state, _ = played(made)
     empty = not made.algorithm.evaluate(state, parts.fed).metrics
-    assert bool(warned(made)) == empty
-    assert not warned(replace(made, clients=replace(made.clients, personal_test=0.3))), "with own test rows"
+    assert bool(remarks(made)) == empty
+    assert not remarks(replace(made, clients=replace(made.clients, personal_test=0.3))), "with own test rows"
 
 
 @pytest.mark.parametrize(
@@ -50,18 +50,18 @@ def test_it_is_said_of_those_whose_evaluation_is_empty_and_of_no_other(name: str
 )
 def test_the_key_is_named(name: str, options: dict[str, Any]) -> None:
     made = recipe(algorithm(name, **(ROWS[name].options | options)), clients=ClientsSpec(partition="iid", num=6))
-    (text,) = warned(made)
+    (text,) = remarks(made)
     assert text.startswith(f"{name} on data 'toy' measures nothing")
     assert "[clients] personal_test = 0.2" in text
-    assert not warned(replace(made, clients=OWN))
+    assert not remarks(replace(made, clients=OWN))
     mute = replace(made.algorithm, evaluation=Evaluation(personal=False))
-    (text,) = warned(replace(made, algorithm=mute, clients=OWN))
+    (text,) = remarks(replace(made, algorithm=mute, clients=OWN))
     assert "[evaluate] personal = true" in text
 
 
 def test_run_and_check_say_it() -> None:
     made = recipe(algorithm("fedfomo", uploads=3), rounds=1)
-    with pytest.warns(PolyfedWarning, match="fedfomo on data 'toy' measures nothing"):
+    with warned("measures nothing"):
         assert run(made).result["metrics"] == {}
-    with pytest.warns(PolyfedWarning, match="measures nothing"):
+    with warned("measures nothing"):
         check(made)

@@ -20,6 +20,7 @@ from polyfed.federation.aggregation import RULES, ServerOptimiser, aggregate
 from polyfed.federation.attack import Attack, cure
 from polyfed.federation.replies import Replies, listed, stacked
 from polyfed.selection import Uniform
+from refusals import refuses
 from world import algorithm, played, recipe
 
 NAMES = {"a.encoder.weight": (3, 2), "a.encoder.bias": (3,), "shared.bias": (4,), "b.encoder.weight": (2, 2)}
@@ -146,9 +147,9 @@ def test_clients_of_weight_zero_integers_and_half_precision(rule: str) -> None:
 
 
 def test_too_few_replies_and_wrong_options_are_refused() -> None:
-    with pytest.raises(TooFewReplies, match="4 clients sent the block 'a', and the rule needs 5 to withstand 1"):
+    with refuses(TooFewReplies, "withstand"):
         combined(cohort(4), "krum")
-    with pytest.raises(RecipeError, match=r"lying = 0\.5"):
+    with refuses(RecipeError, "server.lying: from 0 up"):
         ServerOptimiser(aggregate="krum", lying=0.5)
 
 
@@ -216,10 +217,10 @@ def test_check_does_not_take_the_few_clients_of_a_dry_run_for_the_cohort() -> No
 
 @pytest.mark.parametrize("act", [assemble, check])
 def test_a_rule_that_no_round_can_satisfy_is_refused_before_the_run(act: Any) -> None:
-    with pytest.raises(RecipeError, match=r"at most 10 clients send the block 'shared'.*needs 11 to withstand 4"):
+    with refuses(RecipeError, "server.lying: withstand"):
         act(krum(0.4))
     holdings = ClientsSpec(partition="iid", num=10, holdings=[["a", "b"], ["a"], ["a"], ["a"], ["a"]])
-    with pytest.raises(RecipeError, match=r"at most 2 clients send the block 'b'"):
+    with refuses(RecipeError, "server.lying: most 2"):
         act(replace(krum(0.2), clients=holdings))
 
 

@@ -1,6 +1,5 @@
 """Which replies are valid; tests/laws/test_malformed.py covers malformed replies of all methods."""
 
-import pytest
 import torch
 
 from polyfed.core import keys
@@ -9,6 +8,7 @@ from polyfed.core.messages import Message, carries, message
 from polyfed.core.tree import Tree
 from polyfed.federation.message_validation import MessageValidator
 from polyfed.model import ModelSpec, build_model
+from refusals import refuses
 from world import PLAIN
 
 MODEL = build_model(ModelSpec(embedding=4, encoders=PLAIN), {"a": (16,), "b": (24,)}, 3)
@@ -32,8 +32,8 @@ class Weights(Message):
 def test_a_field_is_judged_by_its_own_message_whatever_another_calls_so() -> None:
     validator, names = MessageValidator(FIRST, MODEL, ("a", "b")), {"a": torch.ones(1), "b": torch.ones(1)}
     validator.check(Numbers(names), Numbers)
-    with pytest.raises(BadReply, match="told holds 'a', which the model does not have"):
+    with refuses(BadReply, "told"):
         validator.check(Weights(names), Weights)
-    with pytest.raises(BadReply, match="sent Weights, expected Numbers"):
+    with refuses(BadReply, "Numbers"):
         validator.check(Weights({}), Numbers)
     validator.check(Weights({name: value.unsqueeze(0) for name, value in FIRST.items()}), Weights)

@@ -6,6 +6,7 @@ import torch
 from polyfed.algorithms.averaging import Update
 from polyfed.core.messages import Message
 from polyfed.federation.replies import MOST, SMALL, Replies, ReplyStack, joined, stacked
+from refusals import refuses
 
 
 def replies(clients: tuple[int, ...], missing: dict[int, str]) -> Replies:
@@ -89,7 +90,7 @@ def test_stacks_of_other_shapes_have_no_mean() -> None:
         ReplyStack(clients, Update(params={"a": torch.ones(2, *shape)}, loss=torch.zeros(2), num_rows=torch.ones(2)))
         for clients, shape in (((0, 1), (side, side // 2)), ((2, 3), (side // 2, side)))
     ]
-    with pytest.raises(RuntimeError, match="size"):
+    with refuses(RuntimeError, "size"):
         Replies(parts).mean("params", dict.fromkeys(range(4), 1.0))
 
 
@@ -97,5 +98,5 @@ def test_counters_take_the_maximum_and_a_weight_must_be_a_number() -> None:
     one = torch.zeros(2)
     told = Replies([ReplyStack((0, 1), Update({"shared.steps": torch.tensor([7, 3])}, one, one))])
     assert told.mean("params", {0: 1.0, 1: 2.0})["shared.steps"].item() == 7
-    with pytest.raises(AssertionError, match="not a number"):
+    with refuses(AssertionError, "not a number"):
         told.mean("params", {0: float("nan"), 1: 2.0})

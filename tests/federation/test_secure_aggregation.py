@@ -41,6 +41,7 @@ from polyfed.federation.secure_aggregation.sums import SummedReplies
 from polyfed.privacy import masks
 from polyfed.privacy.fixed_point import Scale
 from polyfed.selection import Uniform
+from refusals import refuses
 
 TEN = ClientsSpec(partition="dirichlet", num=10, alpha=5.0, holdings=[["a", "b"], ["a"], ["a", "b"], ["b"]])
 
@@ -153,7 +154,7 @@ def test_with_too_few_clients_left_nothing_is_summed(step: str) -> None:
     world.losing(secure, step, *range(8) if step == "advertise" else range(5))
     told: list[str] = []
     secure.fed.emit = lambda name, **facts: told.append(facts.get("text", ""))
-    with pytest.raises(TooFewReplies, match="0 of 10 clients answered"):
+    with refuses(TooFewReplies, "lost"):
         updates(secure)
     assert any("secure aggregation was given up" in text for text in told)
 
@@ -184,9 +185,9 @@ def test_clients_that_drop_outs_leave_alone_with_a_block_are_left_out() -> None:
 def test_a_method_cannot_read_single_replies_of_a_sum() -> None:
     summed = updates(assemble(secured(small())))
     for read in (lambda: summed[0], lambda: summed.numbers("loss"), lambda: dict(summed.items())):
-        with pytest.raises(RecipeError, match="no reply of a single client"):
+        with refuses(RecipeError, "method reads"):
             read()
-    with pytest.raises(RecipeError, match="multiply 'params' by their own weights"):
+    with refuses(RecipeError, "multiply"):
         summed.mean("params", {client: 1.0 for client in summed})
 
 
@@ -347,7 +348,7 @@ def ready() -> Cohorted:
 
 
 def test_a_server_that_asks_for_both_shares_of_one_client_is_refused(ready: Cohorted) -> None:
-    with pytest.raises(Refusal, match="asks for both shares of one client"):
+    with refuses(Refusal, "reveal its reply"):
         ready.run("unmask", 0, ready.unmasking(dropped=[3], survivors=[0, 1, 2, 3, 4]))
 
 
@@ -360,28 +361,28 @@ def test_no_answer_holds_both_shares_of_a_client(ready: Cohorted) -> None:
 
 def test_a_client_does_not_unmask_twice(ready: Cohorted) -> None:
     _, after = ready.run("unmask", 0, ready.unmasking(dropped=[3]))
-    with pytest.raises(Refusal, match="keys serve once"):
+    with refuses(Refusal, "keys serve once"):
         ready.run("unmask", 0, ready.unmasking(dropped=[4]), after)
 
 
 def test_a_client_does_not_mask_two_replies_with_the_same_keys(ready: Cohorted) -> None:
-    with pytest.raises(Refusal, match="keys serve once"):
+    with refuses(Refusal, "keys serve once"):
         ready.masked(0, {"a.w": torch.zeros(3)})
 
 
 @pytest.mark.parametrize(
     ("dropped", "survivors", "reason"),
     [
-        ([], [0, 1, 2], "do not fit the clients"),
-        ([1], [2, 3, 4], "do not fit the clients"),
-        ([0], [1, 2, 3, 4], "do not fit the clients"),
+        ([], [0, 1, 2], "fit the clients"),
+        ([1], [2, 3, 4], "fit the clients"),
+        ([0], [1, 2, 3, 4], "fit the clients"),
         ([2, 3, 4], [0, 1], "3 are needed"),
     ],
 )
 def test_a_client_refuses_lists_that_leave_clients_out(
     ready: Cohorted, dropped: list[int], survivors: list[int], reason: str
 ) -> None:
-    with pytest.raises(Refusal, match=reason):
+    with refuses(Refusal, reason):
         ready.run("unmask", 0, ready.unmasking(dropped, survivors))
 
 
@@ -391,7 +392,7 @@ def test_a_client_refuses_to_unmask_a_block_of_which_too_few_are_left() -> None:
     cohort.deliver()
     for place in range(6):
         cohort.masked(place, {"a.w": torch.ones(3)})
-    with pytest.raises(Refusal, match="a sum of block 'b' has 2 clients left"):
+    with refuses(Refusal, "clients left"):
         cohort.run("unmask", 0, cohort.unmasking(dropped=[5]))
 
 
@@ -409,16 +410,16 @@ def test_a_client_refuses_a_list_of_keys_that_endangers_it() -> None:
     without = keys.clone()
     without[0] = torch.arange(64, dtype=torch.uint8).view(2, 32)
     cases = [
-        (changed(cohort, twice), "holds a key twice"),
-        (changed(cohort, half), "holds a key twice"),
-        (changed(cohort, keys[:2]), "the cohort has 2 clients, and a sum needs 3"),
-        (changed(cohort, without), "does not hold the keys of this client"),
+        (changed(cohort, twice), "a key twice"),
+        (changed(cohort, half), "a key twice"),
+        (changed(cohort, keys[:2]), "has 2 clients"),
+        (changed(cohort, without), "keys of this"),
         (changed(cohort, keys, a=torch.tensor([False, True, True, True, True])), "lacks block 'a'"),
         (changed(cohort, keys, a=torch.ones(4, dtype=torch.bool)), "cannot be read"),
         (changed(cohort, keys.float()), "cannot be read"),
     ]
     for roster, reason in cases:
-        with pytest.raises(Refusal, match=reason):
+        with refuses(Refusal, reason):
             cohort.run("share", 0, roster)
 
 
@@ -428,13 +429,13 @@ def test_a_client_refuses_shares_that_were_changed_or_are_for_others() -> None:
     for place in (0, 47):
         bad = sealed.clone()
         bad[2, 0, place] ^= 1
-        with pytest.raises(Refusal, match="was changed on its way"):
+        with refuses(Refusal, "client and request"):
             cohort.run("deliver", 0, cohort.delivery(bad, 0))
-    with pytest.raises(Refusal, match="not for this client"):
+    with refuses(Refusal, "client and request"):
         cohort.run("deliver", 1, sent.Delivery(*vars(cohort.delivery(sealed, 0)).values()))
     few = cohort.delivery(sealed, 0)
     few.senders[2:] = False
-    with pytest.raises(Refusal, match="2 of 5 clients sent shares, and 3 are needed"):
+    with refuses(Refusal, "sent shares"):
         cohort.run("deliver", 0, few)
 
 
@@ -444,7 +445,7 @@ def test_a_client_refuses_a_key_that_is_no_key() -> None:
     for which in (0, 1):
         cohort = Cohorted(5)
         cohort.roster.keys[4, which] = 0
-        with pytest.raises(Refusal, match="a key of small order"):
+        with refuses(Refusal, "small order"):
             cohort.run("share", 0, cohort.roster)
 
 
@@ -458,7 +459,7 @@ def test_a_client_refuses_the_second_encoding_of_a_key(which: int) -> None:
     seed = bytes(masks.SEED)
     assert masks.agreed(seed, bytes(twin)) == masks.agreed(seed, keys[3, which].cpu().numpy().tobytes())
     keys[4, which] = torch.tensor(list(twin), dtype=torch.uint8)
-    with pytest.raises(Refusal, match="in an unusual encoding"):
+    with refuses(Refusal, "unusual"):
         cohort.run("share", 0, cohort.roster)
 
 
@@ -491,21 +492,21 @@ def test_a_client_with_a_key_of_small_order_is_dropped_and_the_others_stay(which
 
 def test_a_client_refuses_steps_out_of_order() -> None:
     cohort = Cohorted(5)
-    with pytest.raises(Refusal, match="after step 1"):
+    with refuses(Refusal, "after step 1"):
         cohort.run("unmask", 0, cohort.unmasking())
-    with pytest.raises(Refusal, match="after step 0"):
+    with refuses(Refusal, "after step 0"):
         cohort.run("share", 0, cohort.roster, {})
-    with pytest.raises(Refusal, match="after step 1"):
+    with refuses(Refusal, "after step 1"):
         cohort.masked(0, {"a.w": torch.ones(3)})
 
 
 @pytest.mark.parametrize(
     ("params", "rows", "loss", "reason"),
     [
-        ({"a.w": torch.tensor([1.0, -64.5])}, 10, 1.0, r"params.a.w holds a value beyond 64, the largest"),
-        ({"a.w": torch.tensor([float("nan")])}, 10, 1.0, "params.a.w holds a value beyond"),
-        ({"a.w": torch.tensor([float("inf")])}, 10, 1.0, "params.a.w holds a value beyond"),
-        ({"a.w": torch.ones(1)}, 129, 1.0, "num_rows is 129, and the server says"),
+        ({"a.w": torch.tensor([1.0, -64.5])}, 10, 1.0, "value beyond"),
+        ({"a.w": torch.tensor([float("nan")])}, 10, 1.0, "value beyond"),
+        ({"a.w": torch.tensor([float("inf")])}, 10, 1.0, "value beyond"),
+        ({"a.w": torch.ones(1)}, 129, 1.0, "num_rows"),
         ({"a.w": torch.ones(1)}, 10, 2.0**31, "loss holds"),
         ({"a.w": torch.ones(1, dtype=torch.int64)}, 10, 1.0, "holds integers"),
     ],
@@ -513,7 +514,7 @@ def test_a_client_refuses_steps_out_of_order() -> None:
 def test_a_client_that_would_overflow_refuses(params: Tree, rows: int, loss: float, reason: str) -> None:
     cohort = Cohorted(4)
     cohort.deliver()
-    with pytest.raises(Refusal, match=reason):
+    with refuses(Refusal, reason):
         cohort.masked(0, params, rows, loss)
 
 
@@ -543,7 +544,7 @@ def test_a_client_that_reveals_a_wrong_share_cannot_put_garbage_into_the_model()
         return got
 
     secure.engine.answer = lying  # type: ignore[method-assign]
-    with pytest.raises(TooFewReplies, match="out of range"):
+    with refuses(TooFewReplies, "out of range"):
         updates(secure)
 
 
@@ -584,7 +585,7 @@ def test_a_client_that_lies_about_its_rows_does_not_end_the_run() -> None:
         r"given up: the clients' weights \(num_rows\) add up to (\d+), and those of the client", summed.missing[0]
     )
     secure.fed.clients = replace(secure.fed.clients, limited=frozenset({3}))
-    with pytest.raises(RecipeError, match=r"where \[deployment\] rows_cap limits client 3\. .*: set it to 0") as error:
+    with refuses(RecipeError, "deployment.rows_cap: rows_cap limits") as error:
         updates(secure)
     assert error.value.key == ("deployment", "rows_cap")
 
@@ -595,30 +596,30 @@ def test_a_client_that_lies_about_its_rows_does_not_end_the_run() -> None:
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
-        (small(server=ServerOptimiser(aggregate="krum")), "'krum' compares single clients"),
-        (small("fedmsplit"), "mixes the models of single clients"),
-        (small("fedproto"), "reads Learned.params of every single client"),
-        (world.recipe(world.algorithm("fedamp"), clients=TEN), "of every single client"),
-        (world.recipe(world.algorithm("fedfomo"), clients=TEN), "of every single client"),
-        (world.recipe(world.algorithm("cmsfed", dominance_threshold=1.0), clients=TEN), "of every single client"),
-        (world.recipe(world.algorithm("pfmml"), clients=TEN), "of every single client"),
-        (world.recipe(world.algorithm("splitfed"), clients=TEN), "of every single client"),
+        (small(server=ServerOptimiser(aggregate="krum")), "secure_aggregation: compares single"),
+        (small("fedmsplit"), "secure_aggregation: models"),
+        (small("fedproto"), "secure_aggregation: Learned.params"),
+        (world.recipe(world.algorithm("fedamp"), clients=TEN), "secure_aggregation: reads"),
+        (world.recipe(world.algorithm("fedfomo"), clients=TEN), "secure_aggregation: reads"),
+        (world.recipe(world.algorithm("cmsfed", dominance_threshold=1.0), clients=TEN), "secure_aggregation: reads"),
+        (world.recipe(world.algorithm("pfmml"), clients=TEN), "secure_aggregation: reads"),
+        (world.recipe(world.algorithm("splitfed"), clients=TEN), "secure_aggregation: reads"),
     ],
 )
 def test_a_method_that_needs_single_replies_is_refused(made: Recipe, reason: str) -> None:
-    with pytest.raises(RecipeError, match=reason):
+    with refuses(RecipeError, reason):
         assemble(secured(made))
 
 
 def test_too_few_clients_of_a_modality_are_refused() -> None:
-    with pytest.raises(RecipeError, match="modality 'b' is held by 7 clients only"):
+    with refuses(RecipeError, "secure_aggregation.min_clients: modality"):
         assemble(secured(small(), min_clients=8))
 
 
 def test_a_cohort_that_is_smaller_than_a_sum_is_refused_before_the_run() -> None:
     selector = Uniform(participation=5)
     made = world.recipe(world.algorithm("fedavg", selector=selector), clients=TEN)
-    with pytest.raises(RecipeError, match="a round asks 5 clients only") as error:
+    with refuses(RecipeError, "secure_aggregation.min_clients: round asks") as error:
         check(secured(made, min_clients=6))
     assert error.value.key == ("secure_aggregation", "min_clients")
     assert check(secured(made, min_clients=5)).refused == ()
@@ -666,7 +667,7 @@ def test_the_check_says_what_is_masked(capsys: Any, tmp_path: Path) -> None:
     assert {("params", "a"), ("params", "b"), ("params", SHARED), ("loss", SHARED), ("sums", SHARED)} <= masked
     open_ = {row.message for row in planned if not row.masked}
     assert open_ == {"PublicKeys", "EncryptedShares", "RevealedShares"}, "nothing else crosses without a mask"
-    with pytest.raises(SystemExit, match="0"):
+    with refuses(SystemExit, "0"):
         main(["check", str(path)])
     told = capsys.readouterr().out
     assert "parameters, masked" in told
@@ -710,29 +711,29 @@ bits = 64
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("threshold = 0.5", "above 0.5, at most 1"),
-        ("threshold = 11", "a share of the cohort and not a number of clients"),
-        ("min_clients = 1", "2 or more"),
-        ("bits = 16", "must be 32 or 64"),
-        ("clip = 3.0", "clip"),
+        ("threshold = 0.5", "secure_aggregation.threshold: most 1"),
+        ("threshold = 11", "secure_aggregation.threshold: clients"),
+        ("min_clients = 1", "secure_aggregation.min_clients: 2 or more"),
+        ("bits = 16", "secure_aggregation.bits: 32 or 64"),
+        ("clip = 3.0", "secure_aggregation.clip: option"),
     ],
 )
 def test_options_out_of_range_are_refused(line: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text(TEXT.replace("bits = 64", line))
-    with pytest.raises(RecipeError, match=reason):
+    with refuses(RecipeError, reason):
         load_recipe(path)
 
 
 def test_attacks_on_replies_are_refused_and_on_data_are_not() -> None:
-    with pytest.raises(RecipeError, match="changes single replies on their way"):
+    with refuses(RecipeError, "attack.name: changes single"):
         assemble(replace(secured(small()), attack=Attack(name="sign-flip")))
     assert len(updates(assemble(replace(secured(small()), attack=Attack(name="label-flip"))))) == 10
 
 
 def test_without_the_libraries_the_text_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "Crypto.Protocol.SecretSharing", None)
-    with pytest.raises(RecipeError, match=r"Crypto.Protocol.SecretSharing.*pip install 'polyfed\[secure\]'"):
+    with refuses(RecipeError, "Crypto.Protocol.SecretSharing"):
         SecureAggregation()
 
 
@@ -749,7 +750,7 @@ def test_a_scale_never_wraps_and_keeps_its_stated_error() -> None:
         total = sum(scale.integers(row, weight, "x") for row, weight in zip(values, weights, strict=True))
         exact = (values.astype(np.float64) * weights[:, None]).sum(0)
         assert np.abs(scale.real(np.asarray(total)) - exact).max() <= scale.error(7) + 1e-12 * np.abs(exact).max()
-    with pytest.raises(ValueError, match="do not fit into 32 bits"):
+    with refuses(ValueError, "32 bits"):
         Scale.fitting(32, 2.0**20, 14)
 
 

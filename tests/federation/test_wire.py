@@ -14,6 +14,7 @@ from polyfed.core.errors import BadReply
 from polyfed.core.messages import Message, carries, crossings, message
 from polyfed.core.tree import Tree
 from polyfed.federation.wire_format import DTYPES, Packet, decode, encode
+from refusals import refuses
 
 
 @message
@@ -76,20 +77,20 @@ FORGED = {
     "nothing of enormous shape": (altered(tensors=[["params", "a.w", "float32", [0, 2**47, 2**47]]]), "cannot read"),
     "a shape of text": (altered(tensors=[["params", "a.w", "float32", "23"]]), "cannot read"),
     "a truth value in a shape": (altered(tensors=[["params", "a.w", "float32", [True, 3]]]), "cannot read"),
-    "a tensor for a tree": (altered(tensors=[["params", None, "float32", [6]]]), "where a tree belongs"),
-    "bytes left over": (altered(tensors=[ROW, ["count", None, "int64", []]]), "more than its header says"),
+    "a tensor for a tree": (altered(tensors=[["params", None, "float32", [6]]]), "a tree belongs"),
+    "bytes left over": (altered(tensors=[ROW, ["count", None, "int64", []]]), "its header says"),
 }
 
 
 @pytest.mark.parametrize("forgery", FORGED)
 def test_a_forged_packet_is_refused_in_words(forgery: str) -> None:
     packet, words = FORGED[forgery]
-    with pytest.raises(BadReply, match=words):
+    with refuses(BadReply, words):
         decode(packet, Parcel, limit=10**6)
 
 
 def test_a_packet_above_the_size_limit_is_refused_and_nan_passes() -> None:
-    with pytest.raises(BadReply, match="too large"):
+    with refuses(BadReply, "too large"):
         decode(encode(one()), Parcel, limit=10)
     bad = Parcel({"a.w": torch.tensor([float("nan")])}, torch.tensor(1))
     assert decode(encode(bad), Parcel, limit=100).params["a.w"].isnan().all()
@@ -97,7 +98,7 @@ def test_a_packet_above_the_size_limit_is_refused_and_nan_passes() -> None:
 
 def test_a_boolean_is_0_or_1() -> None:
     packet = encode(Parcel({"a.w": torch.tensor([True, False])}, torch.tensor(1)))
-    with pytest.raises(BadReply, match="neither 0 nor 1"):
+    with refuses(BadReply, "neither 0"):
         decode(Packet(packet.header, b"\x07" + packet.body[1:]), Parcel, limit=100)
 
 
@@ -115,7 +116,7 @@ def test_a_header_with_more_tensors_than_the_receiver_expects_is_refused_before_
     monkeypatch.setattr("polyfed.federation.wire_format._entry", read.append)
     entries = [["params", f"a.{n}", "bool", [0]] for n in range(11)]
     header = {"message": "Update", "kinds": dict(Update.kinds), "tensors": entries}
-    with pytest.raises(BadReply, match="too many tensors: 11, allowed are 10"):
+    with refuses(BadReply, "many tensors"):
         decode(Packet(header), Update, limit=2**20, most=10)
     assert not read
 

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 import runpy
 from collections import Counter
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from polyfed.experiment.recipes.from_data import DataOptions
 from polyfed.experiment.recipes.overrides import apply
 from polyfed.experiment.recipes.recipe import Recipe, parse_recipe
 from polyfed.experiment.recipes.sections import SECTIONS
+from refusals import refuses
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "polyfed"
@@ -223,6 +225,40 @@ def test_no_base_class_exists_for_the_sake_of_size() -> None:
     assert not parts, "; ".join(told)
 
 
+FILLER = set(re.findall(r"\w+", "a all an and are any each for in is its of that the their this to with"))
+"""Words that say nothing about an argument."""
+
+
+def test_docstrings_tell_what_signatures_do_not() -> None:
+    """An override says only what its base does not; an argument's line says more than the argument's name."""
+    found = []
+    for path in FILES:
+        for node in ast.walk(tree_of(path)):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                continue
+            arguments = arguments_of(ast.get_docstring(node) or "")
+            if arguments and any(ast.unparse(part) == "override" for part in node.decorator_list):
+                found.append(f"{path}:{node.lineno} {node.name}: the base class tells the arguments")
+            found += [
+                f"{path}:{node.lineno} {node.name}: '{name}: {text}' repeats the name"
+                for name, text in arguments.items()
+                if not words_of(text) - words_of(name) - FILLER
+            ]
+    assert not found
+
+
+def arguments_of(docstring: str) -> dict[str, str]:
+    """Return the lines below `Args:`, by argument."""
+    _, _, section = docstring.partition("Args:\n")
+    entries = re.findall(r"^    (\w+): ((?:.*\n?)(?:^ {8}.*\n?)*)", section.split("\n\n")[0], re.MULTILINE)
+    return dict(entries)
+
+
+def words_of(text: str) -> set[str]:
+    """Return the words of a text, singular and in lower case."""
+    return {word.removesuffix("s") for word in re.findall("[a-z]+", text.lower())}
+
+
 def test_functions_stay_short() -> None:
     long = []
     for path in FILES:
@@ -310,8 +346,23 @@ def test_every_section_has_its_place_in_files_overrides_options_and_docs(name: s
     table: dict[str, Any] = {}
     apply(table, f"{name}.key=1")
     assert table == {name: {"key": 1}}
-    with pytest.raises(RecipeError, match=rf"{name}"):
+    with refuses(RecipeError, f"{name}: [{name}]"):
         parse_recipe({name: 1})
+
+
+def test_tests_name_errors_by_key_and_noun() -> None:
+    """A test that pins a sentence fails when somebody improves it; `refuses` and `warned` take none."""
+    found = [
+        f"{path}:{node.lineno}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in ("pytest.raises", "pytest.warns")
+        and any(keyword.arg == "match" for keyword in node.keywords)
+        and path.name != "refusals.py"
+        and not path.name.startswith("test_flower_")
+    ]
+    assert not found, "write refuses(RecipeError, 'train.lr: finite') or warned('no effect'), of tests/refusals.py"
 
 
 def test_the_reference_of_recipes_is_current() -> None:

@@ -25,6 +25,7 @@ from polyfed.experiment.running.assembly import assemble
 from polyfed.laws import LAWS, Trial
 from polyfed.laws.__main__ import BROKEN, main, verdict
 from polyfed.training.optimisers import Train
+from refusals import refuses
 
 METHOD = """
 import math
@@ -209,7 +210,7 @@ def test_a_row_has_what_the_recipe_says_and_nothing_else(tmp_path: Path) -> None
     (tmp_path / "r.toml").write_text("[algorithm]\nmu = 0.3\n[train]\nlr = 0.2\n[data]\nname = 'toy'\n")
     assert Trial.under(FedProx, tmp_path / "r.toml").row.options == {"mu": 0.3, "train": Train(lr=0.2)}
     (tmp_path / "r.toml").write_text("[algorithm]\nname = 'fedavg'\n")
-    with pytest.raises(RecipeError, match="is not the method on trial"):
+    with refuses(RecipeError, "method on trial"):
         Trial.under(FedProx, tmp_path / "r.toml")
 
 
@@ -249,7 +250,7 @@ def test_every_needed_section_stands_in_the_printed_recipe(name: str) -> None:
 
 
 def test_an_unknown_method_is_told() -> None:
-    with pytest.raises(RecipeError, match="did you mean 'fedavg'"):
+    with refuses(RecipeError, "mean 'fedavg'"):
         lines_for("fedavgg")
-    with pytest.raises(RecipeError, match="needs the name of an algorithm"):
+    with refuses(RecipeError, "needs the name"):
         lines_for(None)

@@ -23,6 +23,7 @@ from polyfed.experiment.running import checkpoint
 from polyfed.experiment.running.assembly import assemble
 from polyfed.model import Model, ModelSpec, build_model
 from polyfed.training.optimisers import Train
+from refusals import refuses
 from stacks import steps_of_programs
 from world import FROZEN, WHOLE, FrozenBackbone, algorithm, furthest, played, recipe, same
 
@@ -209,7 +210,7 @@ def test_a_run_does_not_go_on_with_other_frozen_values(tmp_path: Path) -> None:
     made = loaded(tmp_path / "weights.pt")
     stopped(made, tmp_path / "run")
     torch.save(torch.zeros(12, 16), tmp_path / "weights.pt")
-    with pytest.raises(DataError, match=r"frozen parameters are not those of the run in "):
+    with refuses(DataError, "file has changed"):
         polyfed.run(made, tmp_path / "run", resume=True)
 
 
@@ -227,7 +228,7 @@ def test_clients_elsewhere_have_the_servers_frozen_values_or_are_left_out(tmp_pa
     assert "a.encoder.layer.weight" not in state.params
     torch.save(torch.zeros(12, 16), tmp_path / "weights.pt")
     parts = joined(made, grid)  # the server reads the file anew, the clients have read it
-    with pytest.raises(TooFewReplies, match="whose frozen parameters or constant buffers differ from those of client"):
+    with refuses(TooFewReplies, "whose frozen"):
         played_there(made, parts)
 
 
@@ -275,10 +276,10 @@ def test_freezing_one_of_two_tied_layers_or_in_train_is_freezing(way: str) -> No
 @pytest.mark.parametrize(
     ("way", "words"),
     [
-        ("memory", "x.encoder.two.weight is frozen and shares its memory with a parameter that trains"),
-        ("forward", r"forward\(\) freezes x.encoder.two.weight. Freeze it in the constructor"),
+        ("memory", "parameter that trains"),
+        ("forward", "model.encoders.x: freezes"),
     ],
 )
 def test_what_cannot_be_held_to_is_refused(way: str, words: str) -> None:
-    with pytest.raises(ModelError, match=words):
+    with refuses(ModelError, words):
         one("frozen_encoders:Tied", way=way)

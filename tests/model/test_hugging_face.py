@@ -15,6 +15,7 @@ from transformers import AutoModel
 from polyfed.core.batch import Batch
 from polyfed.core.errors import ModelError
 from polyfed.model import ModelSpec, build_model
+from refusals import refuses
 
 IDS = torch.tensor([[2, 5, 6, 3, 0, 0], [2, 8, 9, 10, 11, 3]])
 
@@ -117,19 +118,19 @@ def test_attention_fusion_gets_one_embedding_a_token(model):
 @pytest.mark.parametrize(
     ("name", "shape", "words"),
     [
-        ("text", (65,), "reads 64 tokens, the samples have 65"),
+        ("text", (65,), "64 tokens"),
         ("text", (3, 32, 32), "cannot read images"),
-        ("patches", (6,), "cannot read token ids"),
-        ("patches", (1, 32, 32), "token ids .* or images"),
-        ("patches", (3, 16, 16), "cannot read images of shape"),
+        ("patches", (6,), "read token"),
+        ("patches", (1, 32, 32), "log-mel"),
+        ("patches", (3, 16, 16), "Input"),
     ],
 )
 def test_samples_that_a_backbone_cannot_read_are_refused(name, shape, words, model):
-    with pytest.raises(ModelError, match=words):
+    with refuses(ModelError, words):
         model(name, shape)
 
 
 def test_a_missing_model_is_named_with_the_command_that_fetches_it(tmp_path):
     entry = {"kind": "hf", "path": str(tmp_path / "none")}
-    with pytest.raises(ModelError, match="hf download"):
+    with refuses(ModelError, "hf download"):
         build_model(ModelSpec(encoders={"x": entry}), {"x": (6,)}, 3)

@@ -12,6 +12,7 @@ import polyfed
 from polyfed.core.batch import Batch
 from polyfed.core.errors import ModelError
 from polyfed.model import Model, ModelSpec, build_model
+from refusals import refuses
 
 SHAPE = (6,)
 
@@ -130,13 +131,13 @@ def _has_onnx() -> bool:
 @pytest.mark.parametrize("way", ["dropout", "path", "attention", "list", "always"])
 def test_random_numbers_of_pytorch_are_refused_with_a_cure(way: str) -> None:
     state = torch.get_rng_state()
-    with pytest.raises(ModelError, match=r"\[model.encoders\] a .*global generator while it trains.*nn.Dropout"):
+    with refuses(ModelError, "scaled_dot_product_attention"):
         built("Draws", way=way)
     assert torch.equal(state, torch.get_rng_state())
 
 
 def test_a_whole_module_that_draws_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"\[model\] module test_mode:Chooses draws random numbers"):
+    with refuses(ModelError, "draws random"):
         build_model(ModelSpec(module="test_mode:Chooses", blocks={"a": ()}), {"a": SHAPE}, 3)
 
 
@@ -153,7 +154,7 @@ class Fails(nn.Module):
 
 
 def test_a_fault_of_the_training_mode_is_found_before_the_run() -> None:
-    with pytest.raises(ModelError, match="fails in training mode on 3 rows of zeros: ValueError: only for evaluation"):
+    with refuses(ModelError, "training mode"):
         built("Fails")
 
 
@@ -211,5 +212,5 @@ def test_batchnorm_and_dropout_need_the_rows_on_the_first_axis(layer: str) -> No
     built("Rows", layer=layer, form="rows")
     built("Rows", layer=layer, form="none")
     for form in ("time", "mixed"):
-        with pytest.raises(ModelError, match=r"the input \(18, 8\) of a.encoder.layer .*Transpose the tensor"):
+        with refuses(ModelError, "rows mixes"):
             built("Rows", layer=layer, form=form)

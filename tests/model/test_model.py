@@ -11,6 +11,7 @@ from polyfed.core.batch import Batch
 from polyfed.core.errors import ModelError
 from polyfed.core.tree import block_of, digest
 from polyfed.model import ModelSpec, build_model
+from refusals import refuses
 
 ENCODERS = {
     "mlp": ({"kind": "mlp", "hidden": [6]}, (5,)),
@@ -229,7 +230,7 @@ def test_client_with_one_modality_runs_on_its_own_blocks():
     assert torch.equal(model.logits(mine, own), model.logits(w, own))
     with model.live(mine) as lent:
         assert torch.equal(model.logits(lent, own), model.logits(w, own))
-    with pytest.raises(AssertionError, match="lacks the block of 'a'"):
+    with refuses(AssertionError, "lacks the block"):
         model.logits(mine, whole)
 
 
@@ -258,7 +259,7 @@ def test_flops_count_two_per_multiply_add():
 
 @pytest.mark.parametrize("name", ["shared", "labels", "two words", "1st", "a.b", ""])
 def test_bad_modality_names_are_refused(name):
-    with pytest.raises(ModelError, match="cannot be the name of a modality"):
+    with refuses(ModelError, "letters"):
         build_model(ModelSpec(encoders={name: {"kind": "mlp"}}), {name: (3,)}, 2)
 
 
@@ -269,9 +270,9 @@ def test_names_of_module_attributes_are_fine_for_modalities(name):
 
 
 def test_encoders_and_modalities_must_match():
-    with pytest.raises(ModelError, match="no entry for the modality 'b'"):
+    with refuses(ModelError, "model.encoders.b: no entry"):
         build_model(ModelSpec(encoders={"a": {"kind": "mlp"}}), {"a": (3,), "b": (3,)}, 2)
-    with pytest.raises(ModelError, match="did you mean 'audio'"):
+    with refuses(ModelError, "model.encoders.audo: mean 'audio'"):
         build_model(ModelSpec(encoders={"audio": {"kind": "mlp"}, "audo": {"kind": "mlp"}}), {"audio": (3,)}, 2)
 
 

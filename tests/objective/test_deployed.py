@@ -20,6 +20,7 @@ from polyfed.engines.protocol import Enrolment, Facts
 from polyfed.experiment.recipes.settings import EngineSpec
 from polyfed.experiment.running.events import Emitter
 from polyfed.objective import Classification
+from refusals import refuses
 from world import furthest
 
 
@@ -65,8 +66,8 @@ def test_a_device_reads_targets_for_its_task_only(tmp_path: Path) -> None:
     population = population_on(node, made, None)
     assert tuple(population.columns.label.shape[1:]) == (3,)
     shapes = {name: column.shape for name, column in population.columns.modalities.items()}
-    with pytest.raises(DataError, match="3 targets a row, the federation has 2"):
+    with refuses(DataError, "federation has 2"):
         population_on(node, made, Facts(shapes, 2))
-    with pytest.raises(DataError, match="needs one class number a row"):
+    with refuses(DataError, "needs one class"):
         population_on(node, replace(made, task=Classification()), None)
     assert KINDS["regression"].label_shape(3) == (3,)

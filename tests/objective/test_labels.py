@@ -11,6 +11,7 @@ import polyfed
 from polyfed.core.errors import DataError
 from polyfed.data.sources import Npz
 from polyfed.experiment.recipes.recipe import parse_recipe
+from refusals import refuses
 
 
 def source(folder: Path, label: Any, **arrays: Any) -> Npz:
@@ -32,19 +33,19 @@ def test_an_array_may_say_which_targets_are_known(tmp_path: Path) -> None:
     label = source(tmp_path, np.array([4, -7, 2]), label_known=known).load().label
     assert label.isnan().tolist() == [False, True, False]
     assert label[0] == 4.0
-    with pytest.raises(DataError, match=r"must be bool \(3,\), not int64 \(2,\)"):
+    with refuses(DataError, "labels are known"):
         source(tmp_path, np.array([4, -7, 2]), label_known=np.array([1, 0])).load()
 
 
 @pytest.mark.parametrize(
     ("label", "words"),
     [
-        (np.zeros((2, 2, 2)), "give one label a row, or one row of targets"),
-        (np.array([-1, 2]), "Numbers that are no classes are saved as float32"),
+        (np.zeros((2, 2, 2)), "row of targets"),
+        (np.array([-1, 2]), "labels outside"),
     ],
 )
 def test_other_labels_are_refused(label: Any, words: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=words):
+    with refuses(DataError, words):
         source(tmp_path, label).load()
 
 

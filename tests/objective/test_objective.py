@@ -22,6 +22,7 @@ from polyfed.experiment.checks.check import check
 from polyfed.experiment.recipes.recipe import parse_recipe
 from polyfed.objective import Classification, MultiLabel, Objective, Ordinal, Regression, Retrieval, guessed
 from polyfed.training import losses
+from refusals import refuses
 from world import furthest
 
 NAN = float("nan")
@@ -167,13 +168,13 @@ def test_labels_take_the_form_of_the_task() -> None:
 @pytest.mark.parametrize(
     ("label", "words"),
     [
-        (torch.tensor([0.0, float("inf")]), "the label of row 1 is infinite"),
-        (torch.tensor([[0, 1]]), "labels must be int64 of shape (N,) for classes, or float32"),
-        (torch.tensor([0.0, 1.0], dtype=torch.float64), "found torch.float64 (2,)"),
+        (torch.tensor([0.0, float("inf")]), "row 1 is"),
+        (torch.tensor([[0, 1]]), "int64 of shape"),
+        (torch.tensor([0.0, 1.0], dtype=torch.float64), "torch.float64 (2,)"),
     ],
 )
 def test_labels_that_fit_no_task_are_refused(label: Tensor, words: str) -> None:
-    with pytest.raises(DataError, match=words.replace("(", r"\(").replace(")", r"\)")):
+    with refuses(DataError, words):
         columns(label, 2 if label.dim() == 2 else 1)
 
 
@@ -228,18 +229,18 @@ def test_a_method_refuses_a_task_that_it_cannot_train(kind: str, method: str, wo
 
 def test_lonely_modalities_cannot_learn_pairs() -> None:
     made = made_recipe("retrieval")
-    with pytest.raises(RecipeError, match="client 1 has one modality"):
+    with refuses(RecipeError, "task.name: modality"):
         check(replace(made, clients=replace(made.clients, holdings=[["a", "b"], ["a"]])))
 
 
 def test_partitions_by_class_need_classes() -> None:
     made = made_recipe("regression")
-    with pytest.raises(RecipeError, match=r"partition = .iid., .by-client."):
+    with refuses(RecipeError, "clients.partition: deals"):
         check(replace(made, clients=replace(made.clients, partition="dirichlet", num=4, alpha=1.0)))
 
 
 def test_own_loss_functions_are_told_about_other_tasks() -> None:
-    with pytest.raises(RecipeError, match=r"context\.loss"):
+    with refuses(RecipeError, "context.loss"):
         losses.cross_entropy(torch.randn(3, 2), batch(torch.randn(3, 2)))
 
 

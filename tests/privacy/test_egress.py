@@ -17,6 +17,7 @@ from polyfed.privacy.egress import policy as policies
 from polyfed.privacy.egress.gate import EgressGate
 from polyfed.privacy.egress.ledger import Ledger
 from polyfed.privacy.egress.policy import Policy
+from refusals import refuses
 from world import algorithm, played, recipe
 
 ENGINES = ["sequential", "vectorised"]
@@ -63,13 +64,13 @@ def test_a_refused_reply_reaches_no_server_code_and_counts_no_bytes(engine: str,
 
 
 def test_a_run_that_would_be_refused_stops_before_training() -> None:
-    with pytest.raises(EgressError, match=r"labels of labels to the server: Leak.targets \(task update\)"):
+    with refuses(EgressError, "Leak.targets"):
         refuse_forbidden(assemble(recipe(Leaky())))
 
 
 def test_a_refusal_names_the_private_block_that_would_train_without_leaving() -> None:
     table = {"a": {"server": []}, "shared": {"server": ["parameters", "statistic"]}}
-    with pytest.raises(EgressError, match=r'can keep and train its own: \[algorithm\] private = \["a"\]'):
+    with refuses(EgressError, '["a"]'):
         refuse_forbidden(assemble(recipe(algorithm("fedavg"), egress=table)))
     kept = recipe(algorithm("fedavg", private=("a",)), egress=table)
     refuse_forbidden(assemble(kept))

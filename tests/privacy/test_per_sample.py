@@ -17,6 +17,7 @@ from polyfed.experiment.running.assembly import assemble
 from polyfed.training import SingleClientData, StackedClientData
 from polyfed.training.optimisers import Train
 from polyfed.training.per_sample import PerSample
+from refusals import refuses
 from stacks import stack_of
 from world import algorithm, recipe
 
@@ -150,15 +151,15 @@ def test_noise_of_the_system_differs_from_call_to_call() -> None:
 def test_what_would_get_around_the_noise_is_refused() -> None:
     world, privacy = World(), PerSample(Clip(0.5), 0.3)
     data, start = world.one(0, privacy), world.context.initial
-    with pytest.raises(RecipeError, match="only in `minimise`"):
+    with refuses(RecipeError, "privacy.unit: only in `minimise`"):
         data.fold(lambda carry, batch: carry, 0)
-    with pytest.raises(RecipeError, match="only in `minimise`"):
+    with refuses(RecipeError, "privacy.unit: only in `minimise`"):
         data.batch(Train(), 1)
-    with pytest.raises(RecipeError, match="only in `minimise`"):
+    with refuses(RecipeError, "privacy.unit: only in `minimise`"):
         data.at(torch.arange(3)).collect(lambda batch: dict(batch.x))
-    with pytest.raises(RecipeError, match="have no noise"):
+    with refuses(RecipeError, "privacy.unit: have no noise"):
         data.minimise(lambda w, batch: (world.loss(w, batch), batch.y.sum()), start, train=Train(steps=1))
-    with pytest.raises(RecipeError, match="each term's gradient"):
+    with refuses(RecipeError, "privacy.unit: each term's gradient"):
         data.minimise(lambda w, batch: {"x": world.loss(w, batch)}, start, train=Train(steps=1), split=True)
-    with pytest.raises(RecipeError, match="accumulate > 1"):
+    with refuses(RecipeError, "privacy.unit: accumulate > 1"):
         data.minimise(world.loss, start, train=Train(steps=1, accumulate=2))

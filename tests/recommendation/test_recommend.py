@@ -30,6 +30,7 @@ from polyfed.recommendation.linear import linear_scores
 from polyfed.recommendation.pilot import Arm, Journal, Pilot
 from polyfed.recommendation.recommend import Recommendation
 from polyfed.report.scores import Metric
+from refusals import refuses
 
 FEW = ["fedavg", "feddyn"]
 
@@ -139,7 +140,7 @@ def test_the_time_is_kept_and_what_is_finished_counts(tmp_path: Path) -> None:
     journal.write()
     assert Journal(path, minutes=1.0, clock=lambda: 0.0, started=0.0).left <= 0, "an earlier call counts"
     assert Journal(path, minutes=3.0, clock=lambda: 0.0, started=0.0).left > 100, "more minutes go on"
-    with pytest.raises(TooFewReplies, match=r"no method has finished 2 rounds in 0\.001 minutes"):
+    with refuses(TooFewReplies, "0.001 minutes"):
         asked(tmp_path / "short", minutes=0.001)
 
 
@@ -214,16 +215,16 @@ def test_policies_that_leave_nothing_end_with_3_and_wrong_calls_with_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     closed = {block: {"server": [], "silo": []} for block in ("a", "b", "shared")}
-    with pytest.raises(EgressError, match="no method can run under this policy:\n  fedavg: "):
+    with refuses(EgressError, "method can run"):
         polyfed.recommend({**TABLE, "egress": closed}, tmp_path / "closed", methods=FEW)
-    with pytest.raises(RecipeError, match="no method 'fedpox'; did you mean 'fedprox'"):
+    with refuses(RecipeError, "--methods"):
         polyfed.recommend(TABLE, tmp_path / "wrong", methods=["fedpox"])
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "letter.txt").write_text("mine")
-    with pytest.raises(RecipeError, match="is not empty and holds no recommendation"):
+    with refuses(RecipeError, "holds no recommendation"):
         asked(tmp_path / "used")
     asked(tmp_path / "one", minutes=0)
-    with pytest.raises(RecipeError, match="holds a recommendation for other data, policies or methods"):
+    with refuses(RecipeError, "holds a recommendation"):
         polyfed.recommend({**TABLE, "seed": 2}, tmp_path / "one", minutes=0, methods=FEW)
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(tomli_w.dumps({**TABLE, "egress": closed}))

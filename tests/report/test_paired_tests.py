@@ -15,6 +15,7 @@ from polyfed.report.comparison.paired_differences import Difference, Evidence
 from polyfed.report.comparison.paired_tests import critical_difference, holm, mean_ranks, paired
 from polyfed.report.comparison.score_against_cost import price_charts
 from polyfed.report.scores import Metric
+from refusals import refuses
 
 
 @pytest.mark.parametrize("n", [2, 5, 12])
@@ -107,9 +108,9 @@ def test_the_baseline_the_metric_and_the_test_are_chosen(runs):
     assert [row.method for row in proof.differences] == names[:2]
     assert proof.metric == "global.uar"
     assert proof.ranks.blocks == 4
-    with pytest.raises(RecipeError, match=r"'global\.urar': no run has it; did you mean 'global\.uar'"):
+    with refuses(RecipeError, "validation.accuracy"):
         evidence(comparison, "global.urar")
-    with pytest.raises(RecipeError, match="is not a method of these runs; did you mean"):
+    with refuses(RecipeError, "these runs"):
         evidence(comparison, baseline=names[0][:-1])
 
 

@@ -12,6 +12,7 @@ from polyfed.experiment.study.plan import planned
 from polyfed.experiment.study.ranges import at
 from polyfed.report import evidence
 from polyfed.report.comparison import tables as comparison_tables
+from refusals import refuses
 
 LR = {"low": 0.01, "high": 0.5, "scale": "log"}
 SEARCH = {"trials": 2, "seeds": [11], "sampler": "random", "keys": {"train.lr": LR}}
@@ -227,13 +228,13 @@ def test_all_faults_are_told_at_once_before_any_run(tmp_path):
 def test_settings_that_no_search_chooses_are_refused(tmp_path, search):
     methods = {"fedavg": {}, "again": {"set": {"algorithm.name": "fedavg"}, "settings_of": "fedavg"}}
     study = table(tmp_path, methods=methods) | ({} if search is None else {"search": search})
-    with pytest.raises(RecipeError, match=r"\[methods.again\] settings_of = 'fedavg': no search chooses settings for"):
+    with refuses(RecipeError, "chooses settings"):
         planned(study)
 
 
 def test_an_empty_name_is_refused(tmp_path):
     methods = {"fedavg": {}, "again": {"set": {"algorithm.name": "fedavg"}, "settings_of": ""}}
-    with pytest.raises(RecipeError, match=r"\[methods.again\] settings_of = '': no method ''"):
+    with refuses(RecipeError, "method ''"):
         planned(table(tmp_path, methods=methods))
 
 

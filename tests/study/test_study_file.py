@@ -10,6 +10,7 @@ from polyfed.core.errors import RecipeError
 from polyfed.experiment.study.plan import planned
 from polyfed.experiment.study.ranges import MOST_VALUES, Range, flat_keys, grid_size, values_of
 from polyfed.experiment.study.study_file import parse_study
+from refusals import refuses
 
 
 def cells(folder: Path, **changes):
@@ -28,17 +29,17 @@ def test_ranges_are_lists_of_numbers():
     ("entry", "why"),
     [
         ({"low": 2, "high": 1}, "must be below"),
-        ({"low": 0.0, "high": 1.0, "scale": "log"}, "must be above 0"),
+        ({"low": 0.0, "high": 1.0, "scale": "log"}, "0 with scale"),
         ({"low": 0.0, "high": 1.0}, "give count"),
         ({"low": 0.0, "high": 1.0, "step": 0.5, "count": 3}, "not both"),
-        ({"low": 0.0, "hihg": 1.0}, "did you mean 'high'"),
-        ([], "must be a list of values"),
+        ({"low": 0.0, "hihg": 1.0}, "hihg: mean 'high'"),
+        ([], "list of values"),
         ([1, 2, 1], "a value twice"),
-        (0.1, "must be a list of values"),
+        (0.1, "list of values"),
     ],
 )
 def test_a_range_that_says_nothing_is_refused(entry, why):
-    with pytest.raises((RecipeError, TypeError), match=why):
+    with refuses((RecipeError, TypeError), why):
         values_of(entry)
 
 
@@ -176,7 +177,7 @@ def test_a_condition_that_never_holds_or_changes_a_searched_key_is_refused(tmp_p
     assert "[[when]] 2 match: no recipe of the study sets 'clients.participaton'" in text
     search = {"trials": 2, "seeds": [9], "keys": {"train.lr": {"low": 0.01, "high": 0.1}}}
     for change in ({"set": {"train.lr": 0.5}}, {"unset": ["train.lr"]}):
-        with pytest.raises(RecipeError, match=r"\[\[when\]\] 1 changes train.lr, but a search chooses its value"):
+        with refuses(RecipeError, "changes train.lr"):
             cells(tmp_path, search=search, when=[{"match": {"method": "fedavg"}} | change])
     whole = [{"match": {"method": "fedprox"}, "set": {"algorithm": {"name": "fedprox", "mu": 0.5}}}]
     methods = {"fedprox": {"search": {"algorithm.mu": [0.1, 1.0]}}}
@@ -227,10 +228,10 @@ def test_problems_of_recipes_name_the_method_and_the_scenario_once(tmp_path):
 
 def test_the_search_needs_validation_rows_and_both_ends_of_a_range_must_be_valid(tmp_path):
     search = {"trials": 2, "seeds": [9], "keys": {"train.lr": {"low": 0.01, "high": 0.1}}}
-    with pytest.raises(RecipeError, match=r"the search needs validation rows: set clients\.validation"):
+    with refuses(RecipeError, "search needs validation"):
         cells(tmp_path, search=search, set={"clients.validation": 0.0})
     search["keys"] = {"train.momentum": {"low": 0.5, "high": 2.0}}
-    with pytest.raises(RecipeError, match=r"\[train\] momentum = 2.0"):
+    with refuses(RecipeError, "including"):
         cells(tmp_path, search=search)
 
 

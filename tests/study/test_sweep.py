@@ -21,6 +21,7 @@ from polyfed.core.errors import RecipeError
 from polyfed.experiment.running import machine
 from polyfed.experiment.study import plan
 from polyfed.experiment.study.pool import Pool, Worker
+from refusals import refuses
 
 SCORE = "metrics.global.accuracy"
 
@@ -172,9 +173,9 @@ def test_a_half_written_result_does_not_count(tmp_path, here):
 def test_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("")
-    with pytest.raises(RecipeError, match=r"holds no study \(thesis.tex"):
+    with refuses(RecipeError, "holds no study"):
         polyfed.sweep(table(tmp_path), tmp_path / "out")
-    with pytest.raises(RecipeError, match="--jobs 0: must be 1 or more"):
+    with refuses(RecipeError, "--jobs"):
         polyfed.sweep(table(tmp_path), tmp_path / "other", jobs=0)
 
 
@@ -302,7 +303,7 @@ def test_a_stopped_search_with_rungs_continues_with_the_same_table(tmp_path, her
 
 def test_a_search_that_chooses_the_rounds_is_not_pruned(tmp_path):
     study = halved(tmp_path, keys={"rounds": [2, 4]})
-    with pytest.raises(RecipeError, match="the search cannot choose `rounds`"):
+    with refuses(RecipeError, "search cannot choose"):
         polyfed.sweep(study, tmp_path / "out")
 
 

@@ -99,7 +99,8 @@ class Evaluate(Algorithm):
             raise RecipeError(
                 f"no client has {self.rows} rows of its own, and the server has none: there is nothing to evaluate. "
                 "Set [clients] personal_test, as in personal_test = 0.2; on devices, mark rows with split 1 (test) or "
-                "2 (validation)"
+                "2 (validation)",
+                ("clients", "personal_test"),
             )
         if here:
             text = f"no client has enough {self.rows} rows of its own, so only the server's rows are scored"

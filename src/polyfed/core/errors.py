@@ -140,3 +140,17 @@ def require(ok: bool, where: str, value: object, allowed: str) -> None:
     """
     if not ok:
         raise RecipeError(f"{where} = {value!r}; allowed: {allowed}", tuple(where.split(".")))
+
+
+def require_one_of(where: str, name: str, allowed: Iterable[str]) -> None:
+    """Check a value of a recipe that must be one of several names.
+
+    Args:
+        where: The recipe key, such as `data.modalities`.
+
+    Raises:
+        RecipeError: it is none of them; the text suggests a similar one.
+    """
+    names = [*allowed]
+    if name not in names:
+        raise RecipeError(f"{where} = {name!r}; {did_you_mean(name, names)}", tuple(where.split(".")))

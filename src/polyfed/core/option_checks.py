@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
@@ -158,12 +159,16 @@ def _outside(value: Any, within: Within) -> str:
 
 
 def key_of(section: str, *names: str) -> tuple[str, ...]:
-    """Return the place of an option in a recipe's file.
+    """Return the place of an option in a recipe's file, or in a policy's.
 
-    >>> key_of("[model.encoders]", "audio")
-    ('model', 'encoders', 'audio')
+    >>> key_of("[model.encoders]", "audio"), key_of("policy own.toml: [limits]", "min_rows")
+    (('model', 'encoders', 'audio'), ('limits', 'min_rows'))
+    >>> key_of("[data.columns] age:", "kind")
+    ('data', 'columns', 'age', 'kind')
     """
-    return (*(part for part in section.strip("[]").split(".") if part), *names)
+    places = re.findall(r"\[([\w.-]*)\](?: (\w+))?", section)
+    parts = [*places[-1][0].split("."), places[-1][1]] if places else []
+    return (*filter(None, parts), *names)
 
 
 @cache

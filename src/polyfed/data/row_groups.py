@@ -34,10 +34,16 @@ def group_codes(source: Any, groups: Mapping[str, Sequence[Any]], rows: int) -> 
     columns, found = _columns(source, groups), {}
     for name, values in groups.items():
         if name not in columns:
-            raise DataError(f"[algorithm] groups: the data has no array '{name}'; {did_you_mean(name, list(columns))}")
+            raise DataError(
+                f"[algorithm] groups: the data has no array '{name}'; {did_you_mean(name, list(columns))}",
+                ("algorithm", "groups"),
+            )
         words = columns[name]
         if words.shape != (rows,):
-            raise DataError(f"[algorithm] groups: the array '{name}' has the shape {words.shape}, and not ({rows},)")
+            raise DataError(
+                f"[algorithm] groups: the array '{name}' has the shape {words.shape}, and not ({rows},)",
+                ("algorithm", "groups"),
+            )
         codes = len(values) + np.unique(words, return_inverse=True)[1].astype(np.int64)
         for code, value in enumerate(values):
             codes[words == str(value)] = code

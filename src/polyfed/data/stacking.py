@@ -36,9 +36,14 @@ def stacked(columns: Columns, stack: Mapping[str, Sequence[str]]) -> Columns:
     rest = {name: column for name, column in columns.modalities.items() if name not in parts}
     for name, names in stack.items():
         if len(names) < 2 or len(set(names)) < len(names) or any(parts.count(part) > 1 for part in names):
-            raise RecipeError(f"data.stack.{name} = {list(names)}: name at least two modalities, each of them once")
+            raise RecipeError(
+                f"data.stack.{name} = {list(names)}: name at least two modalities, each of them once",
+                ("data", "stack", name),
+            )
         if name in rest:
-            raise RecipeError(f"data.stack.{name}: data '{columns.name}' has a modality of that name already")
+            raise RecipeError(
+                f"data.stack.{name}: data '{columns.name}' has a modality of that name already", ("data", "stack", name)
+            )
     made = {name: _column(columns, name, names) for name, names in stack.items()}
     present = {name: mask for name, mask in columns.present.items() if name in rest}
     for name, names in stack.items():
@@ -77,7 +82,10 @@ def _column(columns: Columns, name: str, names: Sequence[str]) -> Column:
     flat = any(len(part.shape) == 1 for part in parts)
     if not flat and len({part.shape[1:] for part in parts}) > 1:
         found = ", ".join(f"{part} {columns.modalities[part].shape}" for part in names)
-        raise DataError(f"data.stack.{name}: samples differ beyond their first axis: {found}. Bring them to one size")
+        raise DataError(
+            f"data.stack.{name}: samples differ beyond their first axis: {found}. Bring them to one size",
+            ("data", "stack", name),
+        )
     shared = all(part.index is parts[0].index for part in parts)
     values = [part.values if shared else part.raw(torch.arange(len(part))) for part in parts]
     return Column(

@@ -43,7 +43,6 @@ class LocalFederation:
     """The server and the clients of a recipe as processes of this machine, each client with its own folder.
 
     Args:
-        recipe_path: path of the recipe.
         folder: folder for the app, the clients' folders (see `write_nodes`), credentials and logs.
 
     Attributes:

@@ -78,7 +78,6 @@ class Engine(ABC):
 
     Args:
         population: the data, and the rows and modalities of each client.
-        model: the model.
         algorithm: the algorithm whose tasks the clients run and whose `first_local` makes a client's first local state.
         initial: the model's initial parameters, drawn from the run's seed.
         policy: the egress policy: the kinds of data that may leave a client.
@@ -313,8 +312,6 @@ class Exchange(ABC):
     debugs a task sees few frames of polyfed.
 
     Args:
-        engine: the engine.
-        request: the request.
         clients: the clients, which have the same modalities.
         got: the message of the clients. In a stack it is the message of the first one, for the text of an error.
     """
@@ -360,9 +357,6 @@ class ClientExchange(Exchange):
     """The exchange with one client, whose message the gate has already received.
 
     Args:
-        engine: the engine.
-        request: the request.
-        client: the client.
         got: the message that the gate let pass.
         missing: gets the reason if the client fails.
     """

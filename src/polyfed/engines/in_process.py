@@ -120,15 +120,7 @@ class InProcess(Engine):
     def answer(
         self, request: Request, clients: Sequence[int], send: Send, units: Sequence[Unit] | None = None
     ) -> Answer:
-        """Run the task on these clients, here or on worker processes; see `Engine.answer`.
-
-        Args:
-            request: the task, with its round, number and seed.
-            clients: the clients' numbers, in ascending order.
-            send: one message for all clients, or a mapping with one message for each.
-            units: the groups of clients that run together. A worker process gets these groups from the main process. If
-                None, this method divides the clients into units itself.
-        """
+        """Run the task in units of clients, here or on worker processes, which get their units from this process."""
         threads, start = 0, time.perf_counter()
         last = self._unit_seconds.setdefault(request.name, [])
         missing: dict[int, str] = {}

@@ -44,7 +44,6 @@ class Inputs:
     place would therefore reach only the clients of one process, so the result would depend on the number of processes.
 
     Args:
-        request: the request.
         context: the context of the clients, which holds the initial parameters.
         fields: the values of the message's fields.
         local: the clients' local states.

@@ -76,7 +76,6 @@ class ScoreCounts(Message):
 
         Args:
             add: adds noise to whole numbers, each with this deviation, and rounds.
-            deviation: the deviation.
 
         Raises:
             EgressError: there are counts for each class. Whether a class is left out would then depend on one row.

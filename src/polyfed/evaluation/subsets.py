@@ -172,7 +172,6 @@ def part_values(
 
     Args:
         which: the option `[evaluate] subsets`.
-        model: the model.
         objective: the task.
         w: the parameters.
         features: the features of the rows. A subset with another modality has no rows.
@@ -210,7 +209,6 @@ def global_metrics(
 
     Args:
         which: the option `[evaluate] subsets`.
-        model: the model.
         objective: the task.
         parts: the `moments` of the values of each part over rows, (P, F), which may be empty.
         clusters: the same over natural clients, or empty.

@@ -76,7 +76,10 @@ class Attack:
                 rounded number of attackers is 0.
         """
         if unknown := [client for client in self.clients if not 0 <= client < num_clients]:
-            raise RecipeError(f"[attack] clients = {unknown[0]}: clients have the numbers 0 to {num_clients - 1}")
+            raise RecipeError(
+                f"[attack] clients = {unknown[0]}: clients have the numbers 0 to {num_clients - 1}",
+                ("attack", "clients"),
+            )
         if self.clients:
             return frozenset(self.clients)
         count = round(self.share * num_clients)
@@ -107,7 +110,9 @@ class Attack:
         if self.name not in ("label-flip", "backdoor"):
             return population
         if population.silo is not None:
-            raise RecipeError(f"[attack] name = '{self.name}' needs clients that share no rows, but silos do")
+            raise RecipeError(
+                f"[attack] name = '{self.name}' needs clients that share no rows, but silos do", ("attack", "name")
+            )
         columns = population.columns
         if self.name == "backdoor":
             return poisoned(population, self.trigger(population), attackers, self.target, self.poisoned, seed)

@@ -131,7 +131,10 @@ def _row(method: type[Algorithm], sections: dict[str, Any]) -> Row:
     name = name_of(method(), ALGORITHMS)
     named = sections.setdefault("algorithm", {}).setdefault("name", name)
     if named != name and named.rpartition(":")[2] != method.__name__:
-        raise RecipeError(f"[algorithm] name = '{named}' is not the method on trial; {did_you_mean(named, [name])}")
+        raise RecipeError(
+            f"[algorithm] name = '{named}' is not the method on trial; {did_you_mean(named, [name])}",
+            ("algorithm", "name"),
+        )
     sections["algorithm"]["name"] = name
     clients: ClientsSpec = build("[clients]", ClientsSpec, sections.get("clients", {}))
     problems = Problems()

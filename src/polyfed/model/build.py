@@ -122,7 +122,7 @@ def _frozen_factory(make: Callable[[], _M], block: str, kept: Mapping[str, Tree]
         odd = [n for n, t in values.items() if n not in own or own[n].shape != t.shape]
         if lacking or odd:
             names = ", ".join(f"{block}.{name}" for name in (*lacking, *odd))
-            raise ModelError(f"[model] freeze: the values of init do not fit this model: {names}.")
+            raise ModelError(f"[model] freeze: the values of init do not fit this model: {names}.", ("model", "freeze"))
         with torch.no_grad():
             for name, value in values.items():
                 own[name].copy_(value)
@@ -186,7 +186,8 @@ def _check_outputs(model: Model, spec: ModelSpec) -> None:
         if not value.requires_grad:
             raise ModelError(
                 f"[model.encoders] {block_of(name)}: forward() freezes {name}. Freeze it in the constructor, "
-                "because polyfed decides before the first round what trains and what crosses."
+                "because polyfed decides before the first round what trains and what crosses.",
+                ("model", "encoders", block_of(name)),
             )
 
 

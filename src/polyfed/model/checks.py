@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.errors import ModelError, did_you_mean
+from polyfed.core.option_checks import key_of
 from polyfed.core.problems import Problems
 from polyfed.model.modules.parameter_slots import IN_PLACE
 
@@ -93,9 +94,10 @@ def check_entries(
     problems = Problems()
     for name in modalities:
         if name not in entries:
-            problems.add(ModelError(f"{section} has no entry for the modality {name!r}{cure(name)}"))
+            text = f"{section} has no entry for the modality {name!r}{cure(name)}"
+            problems.add(ModelError(text, key_of(section, name)))
     for name in entries:
         if name not in modalities:
             text = f"{section} {name}: the data has no such modality; {did_you_mean(name, modalities)}."
-            problems.add(ModelError(text))
+            problems.add(ModelError(text, key_of(section, name)))
     problems.raise_all()

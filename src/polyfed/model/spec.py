@@ -105,7 +105,8 @@ class ModelSpec:
             if self.fusion_options:
                 raise ModelError(
                     f"[model] fusion_options are for a fusion of your own, and fusion = '{self.fusion}' is not: "
-                    "remove them."
+                    "remove them.",
+                    ("model", "fusion_options"),
                 )
         else:
             fusion = user_classes.read("[model] fusion", self.fusion, Fusion, f"one of {', '.join(FUSIONS)}, or ")
@@ -132,11 +133,19 @@ class ModelSpec:
         """
         for name in ("init_blocks", "freeze"):
             if getattr(self, name) and not self.init:
-                raise ModelError(f"[model] {name} takes values from a warm start, and there is none: set init.")
+                raise ModelError(
+                    f"[model] {name} takes values from a warm start, and there is none: set init.", ("model", name)
+                )
         if self.freeze and self.module is not None:
-            raise ModelError("[model] freeze: a whole module freezes its parameters itself, with requires_grad=False.")
+            raise ModelError(
+                "[model] freeze: a whole module freezes its parameters itself, with requires_grad=False.",
+                ("model", "freeze"),
+            )
         if strange := [block for block in self.freeze if self.init_blocks and block not in self.init_blocks]:
-            raise ModelError(f"[model] freeze: init_blocks leaves out '{strange[0]}'. Add it there, or train it.")
+            raise ModelError(
+                f"[model] freeze: init_blocks leaves out '{strange[0]}'. Add it there, or train it.",
+                ("model", "freeze"),
+            )
 
     def _check_module(self) -> None:
         """Check the options of a whole module.
@@ -147,19 +156,25 @@ class ModelSpec:
         if self.module is None:
             for name in ("module_options", "blocks"):
                 if getattr(self, name):
-                    raise ModelError(f"[model] {name} belongs to a whole module, and there is none: set module.")
+                    raise ModelError(
+                        f"[model] {name} belongs to a whole module, and there is none: set module.", ("model", name)
+                    )
             return
         object.__setattr__(self, "module", user_classes.read("[model] module", self.module, nn.Module, ""))
         if self.encoders:
-            raise ModelError("[model] module replaces encoders and fusion: remove [model.encoders], or module.")
+            raise ModelError(
+                "[model] module replaces encoders and fusion: remove [model.encoders], or module.", ("model", "module")
+            )
         given = [f.name for f in fields(self) if f.name in WITHOUT_MODULE and getattr(self, f.name) != f.default]
         if given:
             raise ModelError(
-                f"[model] {', '.join(given)}: no effect, because module replaces the whole model. Remove it."
+                f"[model] {', '.join(given)}: no effect, because module replaces the whole model. Remove it.",
+                ("model", given[0]),
             )
         if isinstance(self.module, nn.Module) and self.module_options:
             raise ModelError(
-                "[model] module_options are for a class; module is a module that has been made: remove them."
+                "[model] module_options are for a class; module is a module that has been made: remove them.",
+                ("model", "module_options"),
             )
         blocks = {m: (prefix,) if isinstance(prefix, str) else tuple(prefix) for m, prefix in self.blocks.items()}
         object.__setattr__(self, "blocks", blocks)
@@ -212,11 +227,11 @@ class ModelSpec:
 
 
 def _noted(problems: Problems, key: tuple[str, ...], make: Callable[[], Any]) -> Any:
-    """Call a function. If the function raises a `RecipeError`, note this error for the option `key`."""
+    """Call a function. If it raises a `RecipeError`, note this error, for the option `key` unless it has a key."""
     try:
         return make()
     except RecipeError as error:
-        error.key = key
+        error.key = error.key or key
         problems.add(error)
 
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 from torch import nn
 
 from polyfed.core.errors import ModelError, NotAllowed, RecipeError
+from polyfed.core.option_checks import key_of
 from polyfed.core.registry import check_import, own
 from polyfed.model.fusion import FUSIONS, Fusion
 
@@ -69,7 +70,7 @@ def found(where: str, given: Any, base: type) -> Any:
     except NotAllowed:
         raise
     except RecipeError as error:
-        raise ModelError(f"{where} = {error}") from error
+        raise ModelError(f"{where} = {error}", key_of(where)) from error
 
 
 def called(
@@ -95,7 +96,8 @@ def called(
     except Exception as error:
         given = ", ".join([*map(repr, args), *(f"{k}={v!r}" for k, v in options.items())])
         cure = f" Write {form}." if refusal(make, args, options) else ""
-        raise ModelError(f"{where}: calling it with ({given}) raised {type(error).__name__}: {error}.{cure}") from error
+        text = f"{where}: calling it with ({given}) raised {type(error).__name__}: {error}.{cure}"
+        raise ModelError(text, key_of(where)) from error
 
 
 def refusal(call: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any] | None = None) -> str:

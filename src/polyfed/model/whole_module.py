@@ -57,7 +57,6 @@ class WholeFusion(Fusion):
     the samples themselves.
 
     Args:
-        module: the module.
         shapes: sample shape of each modality, in the model's order.
 
     Attributes:

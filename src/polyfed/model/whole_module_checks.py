@@ -74,13 +74,15 @@ def check_blocks(module: nn.Module, blocks: Mapping[str, Sequence[str]]) -> None
                 heads = dict.fromkeys(name.split(".")[0] for name in names)
                 raise ModelError(
                     f"[model.blocks] {modality} = '{prefix}': no parameter's name begins with it; "
-                    f"{did_you_mean(prefix, heads)}."
+                    f"{did_you_mean(prefix, heads)}.",
+                    ("model", "blocks", modality),
                 )
             for other, others in blocks.items():
                 if other != modality and any(_begins(mine[0], prefix) or _begins(prefix, mine[0]) for prefix in others):
                     raise ModelError(
                         f"[model.blocks]: {mine[0]} belongs to {modality} and to {other}. A parameter that several "
-                        f"modalities need belongs to '{SHARED}': name it under neither."
+                        f"modalities need belongs to '{SHARED}': name it under neither.",
+                        ("model", "blocks"),
                     )
 
 
@@ -95,7 +97,8 @@ def _check_tied(named: Sequence[tuple[str, Tensor]], blocks: Mapping[str, Sequen
                 raise ModelError(
                     f"[model.blocks]: {first} and {name} are the same parameter, and belong to {of} and to {owner}. A "
                     f"parameter that several modalities need belongs to '{SHARED}': list longer prefixes under {of} "
-                    f"and {owner}, so that none of them begins {first} or {name}."
+                    f"and {owner}, so that none of them begins {first} or {name}.",
+                    ("model", "blocks"),
                 )
 
 

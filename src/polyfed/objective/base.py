@@ -210,7 +210,6 @@ class Objective(ABC):
         """Return the metrics of some rows with their intervals, given the `site_sums` of these rows.
 
         Args:
-            sums: the sums.
             shares: the `joint_shares` of the rows.
             draws: the number of bootstrap samples; without any, these intervals are left out.
         """

@@ -202,7 +202,9 @@ def check_weights(option: str, weights: tuple[float, ...]) -> None:
         RecipeError: a weight is negative, or all weights are 0.
     """
     if weights and not (all(0 <= weight < float("inf") for weight in weights) and any(weights)):
-        raise RecipeError(f"[task] {option} = {list(weights)}: must be numbers of 0 or more, and not all of them 0")
+        raise RecipeError(
+            f"[task] {option} = {list(weights)}: must be numbers of 0 or more, and not all of them 0", ("task", option)
+        )
 
 
 def check_length(option: str, weights: tuple[float, ...], size: int, what: str) -> None:
@@ -213,5 +215,6 @@ def check_length(option: str, weights: tuple[float, ...], size: int, what: str) 
     """
     if weights and len(weights) != size:
         raise RecipeError(
-            f"[task] {option} has {counted(len(weights), 'entry', 'entries')}, and the labels have {size} {what}"
+            f"[task] {option} has {counted(len(weights), 'entry', 'entries')}, and the labels have {size} {what}",
+            ("task", option),
         )

@@ -63,7 +63,7 @@ class Ordinal(OfClasses):
     def check_size(self, size: int) -> None:
         check_length("class_weights", self.class_weights, size, "levels")
         if size < 2:
-            raise RecipeError("[task] name = 'ordinal' needs two levels or more; the labels have one")
+            raise RecipeError("[task] name = 'ordinal' needs two levels or more; the labels have one", ("task", "name"))
 
     @property
     @override

@@ -152,7 +152,8 @@ class Retrieval(Objective):
     def answers(self, predicted: Tensor, names: Sequence[str] | None) -> dict[str, list[Any]]:
         raise RecipeError(
             "[task] name = 'retrieval' predicts embeddings, which match rows, and no answer for a single row. Use "
-            "predict, which returns them"
+            "predict, which returns them",
+            ("task", "name"),
         )
 
 

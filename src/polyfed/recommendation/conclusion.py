@@ -275,7 +275,6 @@ def concluded(
 
     Args:
         arms: all methods of the pilot.
-        metric: the metric.
         subsets: subset of the modalities, as in `audio+text` -> seed -> score of the chosen method.
         not_tried: name -> why.
         order: the candidates that had all stages, the best first.

@@ -47,7 +47,8 @@ class Selector(ABC):
         if not (value >= 1 if isinstance(value, int) else 0 < value <= 1):
             raise RecipeError(
                 f"[clients] participation = {value}: must be a fraction above 0 and at most 1, or a count of at least "
-                "1 (1.0 is all clients, 1 is one client)"
+                "1 (1.0 is all clients, 1 is one client)",
+                ("clients", "participation"),
             )
 
     def size(self, clients: ClientRegistry) -> int:
@@ -74,7 +75,8 @@ class Selector(ABC):
         value, total, able = self.participation, len(clients), len(clients.eligible)
         if isinstance(value, int) and value > total:
             raise RecipeError(
-                f"[clients] participation = {value}, but there are {total} clients: set a count of at most {total}"
+                f"[clients] participation = {value}, but there are {total} clients: set a count of at most {total}",
+                ("clients", "participation"),
             )
         return min(value, able) if isinstance(value, int) else max(1, round(value * able))
 

@@ -84,12 +84,14 @@ class PowD(Selector):
         if not size <= self.d <= len(pool):
             raise RecipeError(
                 f"[selection] d = {self.d}: must be at least the cohort's size, {size}, and at most the number of "
-                f"clients with training rows, {len(pool)}"
+                f"clients with training rows, {len(pool)}",
+                ("selection", "d"),
             )
         if not self.allow_incongruent and not bool((fed.clients.holds == fed.clients.holds[0]).all()):
             raise RecipeError(
                 "[selection] pow-d compares losses, and those of clients that hold different modalities are not "
-                "comparable: choose another selector, or set [selection] allow_incongruent = true"
+                "comparable: choose another selector, or set [selection] allow_incongruent = true",
+                ("selection", "allow_incongruent"),
             )
         drawn = self._draw(pool, fed)
         losses = self._losses(drawn, memory, params, fed)

@@ -127,7 +127,10 @@ class Job:
         """
         assert self.after is None or self.train.steps is None, "after= continues epochs; train.steps must be None"
         if self.split and self.train.accumulate > 1:
-            raise RecipeError("[train] accumulate: this method needs the gradient of each term. Set accumulate = 1")
+            raise RecipeError(
+                "[train] accumulate: this method needs the gradient of each term. Set accumulate = 1",
+                ("train", "accumulate"),
+            )
 
     def trained(self, model: Model) -> list[str]:
         """Return the names of the parameters to train: all trainable parameters, or those that `only` names."""

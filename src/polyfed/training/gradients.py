@@ -100,7 +100,8 @@ def refuse_aux(aux: Any) -> None:
     if aux or isinstance(aux, Tensor):
         raise RecipeError(
             "[train] accumulate: this method changes its gradients by numbers of a whole batch, which parts of the "
-            "batch do not give. Set accumulate = 1"
+            "batch do not give. Set accumulate = 1",
+            ("train", "accumulate"),
         )
 
 

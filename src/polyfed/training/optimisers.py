@@ -94,15 +94,16 @@ class Train:
         problems.attempt(lambda: check_shares("[train]", "modality_dropout", self.modality_dropout, BELOW_ONE))
         problems.raise_all()
         if self.nesterov and not self.momentum:
-            raise RecipeError("[train] nesterov = true needs momentum > 0")
+            raise RecipeError("[train] nesterov = true needs momentum > 0", ("train", "nesterov"))
         if self.accumulate > max(self.batch_size, 1):
             why = "0 stands for all rows, and clients differ in their number" if not self.batch_size else "is smaller"
             raise RecipeError(
                 f"[train] accumulate = {self.accumulate}, but batch_size = {self.batch_size} {why}: set a batch_size "
-                f"of at least {self.accumulate}"
+                f"of at least {self.accumulate}",
+                ("train", "accumulate"),
             )
         if self.lr_schedule != "constant" and self.lr_end is None:
-            raise RecipeError(f"[train] lr_schedule = '{self.lr_schedule}' needs lr_end")
+            raise RecipeError(f"[train] lr_schedule = '{self.lr_schedule}' needs lr_end", ("train", "lr_schedule"))
 
     def lr_at(self, round: int, rounds: int) -> float:
         """Return the learning rate of one round, counted from 1, in a run of `rounds` rounds."""

@@ -45,7 +45,10 @@ class PerSample:
         """
         if job.split or job.train.accumulate > 1:
             what = "[train] accumulate > 1" if job.train.accumulate > 1 else "a method that needs each term's gradient"
-            raise RecipeError(f'[privacy] unit = "example" clips the gradient of each row, which {what} does not allow')
+            raise RecipeError(
+                f'[privacy] unit = "example" clips the gradient of each row, which {what} does not allow',
+                ("privacy", "unit"),
+            )
 
     def gradient(self, loss: Loss, trained: Tree, rest: Tree, batch: Batch, size: int | Tensor) -> tuple[Tree, Tensor]:
         """Return the protected gradient of a batch and the mean loss of its rows.
@@ -79,7 +82,8 @@ def refuse_reading(privacy: PerSample | None) -> None:
     if privacy is not None:
         raise RecipeError(
             '[privacy] unit = "example" protects this reply, and its task may use rows only in `minimise`. The method '
-            "declares in `protects` that it does; remove the field from `protects`, or the use of the rows"
+            "declares in `protects` that it does; remove the field from `protects`, or the use of the rows",
+            ("privacy", "unit"),
         )
 
 
@@ -122,5 +126,6 @@ def refuse_batch_facts(aux: Any) -> None:
     if isinstance(aux, Tensor) or aux:  # in this order, because under `vmap` a tensor has no truth value
         raise RecipeError(
             '[privacy] unit = "example": this method changes its gradients by numbers that it computes from the rows, '
-            "and these numbers have no noise"
+            "and these numbers have no noise",
+            ("privacy", "unit"),
         )

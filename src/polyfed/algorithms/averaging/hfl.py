@@ -47,7 +47,10 @@ class Hfl(Averaging):
         """
         if len(fed.clients.modalities) > 1:
             names = ", ".join(f'"{name}"' for name in fed.clients.modalities)
-            raise RecipeError(f"hfl trains one model on stacked modalities: write [data] stack = {{ all = [{names}] }}")
+            raise RecipeError(
+                f"hfl trains one model on stacked modalities: write [data] stack = {{ all = [{names}] }}",
+                ("data", "stack"),
+            )
         return super().init(fed, params)
 
     @override

@@ -75,7 +75,8 @@ class Moon(Averaging):
         if self.private and self.projection and not self.per_modality:
             raise RecipeError(
                 "[algorithm] private: moon's projection head is averaged, and a private block would hold a part of it. "
-                "Set projection = 0 or per_modality = true"
+                "Set projection = 0 or per_modality = true",
+                ("algorithm", "private"),
             )
 
     @property

@@ -43,9 +43,15 @@ def check(method: Any, template: type) -> None:
     """
     for option, what in (("private", "private blocks"), ("fine_tune", "fine-tuning")):
         if getattr(type(method), option) and not getattr(method, option):
-            raise RecipeError(f"[algorithm] {option}: without {what}, {type(method).__name__} is FedAvg: use fedavg")
+            raise RecipeError(
+                f"[algorithm] {option}: without {what}, {type(method).__name__} is FedAvg: use fedavg",
+                ("algorithm", option),
+            )
     if method.private_epochs and not method.private:
-        raise RecipeError("[algorithm] private_epochs trains private blocks, and there are none: set private")
+        raise RecipeError(
+            "[algorithm] private_epochs trains private blocks, and there are none: set private",
+            ("algorithm", "private_epochs"),
+        )
     if not (method.private or method.fine_tune):
         return
     kind = type(method)
@@ -54,7 +60,8 @@ def check(method: Any, template: type) -> None:
     if replaced := [name for name in _TEMPLATE if getattr(kind, name) is not getattr(template, name)]:
         raise RecipeError(
             f"[algorithm] private and fine_tune: {kind.__name__} replaces {replaced[0]} of the averaging template, "
-            "which keeps the private blocks. Allowed with methods that do not, such as fedavg and fedprox"
+            "which keeps the private blocks. Allowed with methods that do not, such as fedavg and fedprox",
+            ("algorithm", "private" if method.private else "fine_tune"),
         )
 
 
@@ -75,17 +82,20 @@ def names_of(words: Iterable[str], model: Model) -> frozenset[str]:
     for word in words:
         if word not in groups:
             raise RecipeError(
-                f"[algorithm] private = '{word}': the model has no such block; {did_you_mean(word, groups)}"
+                f"[algorithm] private = '{word}': the model has no such block; {did_you_mean(word, groups)}",
+                ("algorithm", "private"),
             )
         if word == NORMS and not groups[word]:
             raise RecipeError(
                 "[algorithm] private = 'norms': no layer of the model normalises, so there is nothing to keep. Take an "
-                "encoder with a norm that trains, such as resnet18 or one of your own, or keep another block"
+                "encoder with a norm that trains, such as resnet18 or one of your own, or keep another block",
+                ("algorithm", "private"),
             )
         if not groups[word]:
             raise RecipeError(
                 f"[algorithm] private = '{word}': this block has no parameters that train, so there is nothing to "
-                "keep. Remove the word"
+                "keep. Remove the word",
+                ("algorithm", "private"),
             )
         found |= groups[word]
     return frozenset(found)
@@ -100,7 +110,8 @@ def refuse_all_private(words: Iterable[str], model: Model) -> None:
     if not set(model.names(model.modalities)) - names_of(words, model):
         raise RecipeError(
             f"[algorithm] private = {list(words)}: every block is private, so nothing would be averaged. Leave one "
-            "out, or use the algorithm 'local'"
+            "out, or use the algorithm 'local'",
+            ("algorithm", "private"),
         )
 
 

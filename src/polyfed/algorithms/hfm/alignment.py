@@ -28,7 +28,7 @@ def devices_of_silos(clients: ClientRegistry, overlap: Overlap = "exact") -> dic
         RecipeError: the clients form no silos, or under `exact` two devices of one silo hold the same modality.
     """
     if clients.silo is None:
-        raise RecipeError("the algorithm needs silos: [clients] partition = 'silos'")
+        raise RecipeError("the algorithm needs silos: [clients] partition = 'silos'", ("clients", "partition"))
     silos: dict[int, list[int]] = {}
     for client in clients.eligible:
         silos.setdefault(int(clients.silo[client]), []).append(client)
@@ -37,7 +37,8 @@ def devices_of_silos(clients: ClientRegistry, overlap: Overlap = "exact") -> dic
             raise RecipeError(
                 f"silo {silo}: devices {', '.join(map(str, members))} hold a modality twice; in [clients] holdings "
                 "every modality belongs to one device. If these devices hold different samples, set [algorithm] "
-                "overlap = 'common' or 'all'"
+                "overlap = 'common' or 'all'",
+                ("clients", "holdings"),
             )
     return dict(sorted(silos.items()))
 

@@ -176,12 +176,14 @@ class Vertical(Algorithm[SiloState]):
         if self.keep_optimiser and self.head_update == "server":
             raise RecipeError(
                 "keep_optimiser needs devices that train the head as well: set [algorithm] head_update = "
-                "'device_average', or keep_optimiser = false"
+                "'device_average', or keep_optimiser = false",
+                ("algorithm", "keep_optimiser"),
             )
         if self.keep_optimiser and self.labels_at:
             raise RecipeError(
                 "keep_optimiser needs devices that train the head as well, and with labels_at only the devices with "
-                "labels do: remove one of the two options"
+                "labels do: remove one of the two options",
+                ("algorithm", "keep_optimiser"),
             )
 
     def holds_labels(self, modalities: Sequence[str]) -> bool:
@@ -424,12 +426,16 @@ class Vertical(Algorithm[SiloState]):
         """Refuse `labels_at` if a silo has no device with this modality."""
         if self.labels_at and self.labels_at not in fed.clients.modalities:
             known = ", ".join(fed.clients.modalities)
-            raise RecipeError(f"[algorithm] labels_at = '{self.labels_at}' is no modality of the data; it has {known}")
+            raise RecipeError(
+                f"[algorithm] labels_at = '{self.labels_at}' is no modality of the data; it has {known}",
+                ("algorithm", "labels_at"),
+            )
         for silo, members in silos.items():
             if not any(self.holds_labels(fed.clients.owned(client)) for client in members):
                 raise RecipeError(
                     f"silo {silo}: no device holds '{self.labels_at}', so nobody has labels. Choose a modality for "
-                    "[algorithm] labels_at that every silo has"
+                    "[algorithm] labels_at that every silo has",
+                    ("algorithm", "labels_at"),
                 )
 
     def _rows(self, fed: Federation, silo: int, total: int, number: int) -> Tensor:

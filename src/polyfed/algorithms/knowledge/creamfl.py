@@ -218,7 +218,8 @@ class CreamFL(Algorithm[CreamState]):
         if VALIDATION not in fed.evaluation_clients or len(fed.context.model.modalities) < 2:
             raise RecipeError(
                 "creamfl needs validation rows at the server as its public set, and a model of at least two "
-                "modalities: set [clients] validation = 0.05, and use data with several modalities"
+                "modalities: set [clients] validation = 0.05, and use data with several modalities",
+                ("clients", "validation"),
             )
         public: PublicSet = fed.ask(self.publish, [VALIDATION], PublicSetWanted())[VALIDATION]
         fed.ask(self.store, list(fed.clients.eligible), PublicSamples(public.samples, public.num_rows))

@@ -149,7 +149,10 @@ class MFedMC(Averaging[UploadState]):
         """
         super().__post_init__()
         if not self.impact + self.smallness + self.recency:
-            raise RecipeError("[algorithm] impact, smallness and recency are all 0, so no encoder has a priority")
+            raise RecipeError(
+                "[algorithm] impact, smallness and recency are all 0, so no encoder has a priority",
+                ("algorithm", "impact"),
+            )
 
     @override
     def check_model(self, model: Model) -> None:
@@ -162,7 +165,8 @@ class MFedMC(Averaging[UploadState]):
         if len(model.modalities) > MOST:
             raise RecipeError(
                 f"[model]: mfedmc needs 2^M passes of the fusion for M modalities, at most 2^{MOST}, and the data has "
-                f"{len(model.modalities)}. Stack some with [data] stack, or leave some out with [data] modalities"
+                f"{len(model.modalities)}. Stack some with [data] stack, or leave some out with [data] modalities",
+                ("model",),
             )
 
     @override

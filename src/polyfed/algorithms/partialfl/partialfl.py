@@ -223,13 +223,15 @@ class PartialFL(Averaging[PartialState]):
             kinds = " and ".join(sorted({"embeddings", self.inputs}))
             raise RecipeError(
                 f"partialfl shares nothing: no modality may send {kinds} to the server. Say which one may, as in "
-                f"{policy.fix(('embeddings',), modalities[-1], 'server')}"
+                f"{policy.fix(('embeddings',), modalities[-1], 'server')}",
+                ("egress",),
             )
         private = tuple(m for m in modalities if m not in shared)
         if self.global_model == "private" and not private:
             raise RecipeError(
                 f"partialfl has nothing private to train: the policy shares {', '.join(shared)}. "
-                "Set [algorithm] global_model = 'all', or share less"
+                "Set [algorithm] global_model = 'all', or share less",
+                ("algorithm", "global_model"),
             )
         return spec, modalities if self.global_model == "all" else private
 

@@ -126,7 +126,8 @@ def check_uploads(uploads: float | int) -> None:
     if not (uploads >= 0 if isinstance(uploads, int) else 0 < uploads <= 1):
         raise RecipeError(
             f"[algorithm] uploads = {uploads}: the number of clients that send a block in a round must be a count of "
-            "at least 0, or a share of all clients above 0 and at most 1.0"
+            "at least 0, or a share of all clients above 0 and at most 1.0",
+            ("algorithm", "uploads"),
         )
 
 

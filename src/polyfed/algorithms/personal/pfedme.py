@@ -75,7 +75,8 @@ class PFedMe(Averaging):
         if self.inner_lr * self.lam >= 2:
             raise RecipeError(
                 f"[algorithm] inner_lr * lam = {self.inner_lr * self.lam:g}: the inner descent diverges from 2 on. "
-                "Lower one of them"
+                "Lower one of them",
+                ("algorithm", "inner_lr"),
             )
 
     @property

@@ -117,7 +117,8 @@ class Cut:
         if not self.upper(model.template) or (self.u_shaped and not model.joint_size):
             raise RecipeError(
                 "[algorithm] u_shaped = true needs a model with a head, for the client, and a fusion with parameters, "
-                "for the server: set [model] fusion = 'concat' and head = [64], for example"
+                "for the server: set [model] fusion = 'concat' and head = [64], for example",
+                ("algorithm", "u_shaped"),
             )
 
     # the clients' half

@@ -90,7 +90,6 @@ def append_whole(path: Path, text: bytes, *, private: bool = False) -> int:
 
     Args:
         path: the file.
-        text: the text.
         private: whether only this process's user can read the file, if this call makes it.
 
     Raises:

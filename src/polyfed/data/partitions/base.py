@@ -54,9 +54,15 @@ def refuse_targets(columns: Columns, what: str, cure: str = PARTITIONED) -> None
             targets it ends with `cure`.
     """
     if not columns.labelled and columns.num_classes == 1:
-        raise RecipeError(f"{what}, and data '{columns.name}' has no labels. Use [clients] partition = 'iid'")
+        raise RecipeError(
+            f"{what}, and data '{columns.name}' has no labels. Use [clients] partition = 'iid'",
+            ("clients", "partition"),
+        )
     if columns.label.is_floating_point():
-        raise RecipeError(f"{what}, and the labels of data '{columns.name}' are targets of type float32. {cure}")
+        raise RecipeError(
+            f"{what}, and the labels of data '{columns.name}' are targets of type float32. {cure}",
+            ("clients", "partition"),
+        )
 
 
 def labels_of(columns: Columns, rows: Rows) -> Rows:
@@ -107,5 +113,6 @@ def require_rows(columns: Columns, rows: Rows, num: int, min_size: int) -> None:
     if len(rows) < num * max(1, min_size):
         raise RecipeError(
             f"{num} clients of at least {max(1, min_size)} rows need {num * max(1, min_size)} training rows; "
-            f"data '{columns.name}' has {len(rows)}. Use fewer clients or a lower clients.min_size"
+            f"data '{columns.name}' has {len(rows)}. Use fewer clients or a lower clients.min_size",
+            ("clients", "num"),
         )

@@ -47,7 +47,8 @@ class ByClient(Partition):
             if len(of_client) < self.shards * self.min_size:
                 raise RecipeError(
                     f"natural client {number} has {len(of_client)} training rows, too few for clients.shards = "
-                    f"{self.shards} of at least clients.min_size = {self.min_size}; lower one of them"
+                    f"{self.shards} of at least clients.min_size = {self.min_size}; lower one of them",
+                    ("clients", "shards"),
                 )
             parts += cut.split(columns, of_client, keys.key(key, "natural client", number))
         return parts
@@ -62,7 +63,8 @@ def natural_clients(columns: Columns, rows: Rows) -> RowSlices:
     if columns.client is None:
         raise RecipeError(
             f"clients.partition = 'by-client', but data '{columns.name}' has no natural clients; "
-            "name their array in data.client, or choose another partition"
+            "name their array in data.client, or choose another partition",
+            ("clients", "partition"),
         )
     client = columns.client.cpu().numpy()[rows]
     order = np.argsort(client, kind="stable")

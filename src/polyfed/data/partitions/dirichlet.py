@@ -104,5 +104,6 @@ def _split(spec: Dirichlet, fill: float, columns: Columns, rows: Rows, key: int)
     raise RecipeError(
         f"dirichlet: in {MAX_REDRAWS} draws the smallest of {spec.num} clients over {len(rows)} rows never had "
         f"more than {best} rows, clients.min_size asks for {spec.min_size}. Lower it, raise clients.alpha, or use "
-        "fewer clients"
+        "fewer clients",
+        ("clients", "min_size"),
     )

@@ -44,12 +44,14 @@ class ClassesPerClient(Partition):
         if self.classes_per_client > len(classes):
             raise RecipeError(
                 f"clients.classes_per_client = {self.classes_per_client}, but the training rows hold "
-                f"{len(classes)} classes"
+                f"{len(classes)} classes",
+                ("clients", "classes_per_client"),
             )
         if self.num * self.classes_per_client < len(classes):
             raise RecipeError(
                 f"{self.num} clients of {self.classes_per_client} classes cannot own all {len(classes)} "
-                "classes; raise clients.num or clients.classes_per_client"
+                "classes; raise clients.num or clients.classes_per_client",
+                ("clients", "classes_per_client"),
             )
         owned = self._owners(len(classes), sizes, keys.generator(keys.key(key, "owners")))
         owners = owned.sum(1, keepdims=True)

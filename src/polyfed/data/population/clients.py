@@ -213,16 +213,19 @@ class ClientsSpec:
         cls = self._partition_class()
         options = {f.name: getattr(self, f.name) for f in fields(cls) if hasattr(self, f.name)}
         if "num" in options and self.num is None:
-            raise RecipeError(f"clients.num is missing: partition '{self.partition}' needs the number of clients")
+            raise RecipeError(
+                f"clients.num is missing: partition '{self.partition}' needs the number of clients", ("clients", "num")
+            )
         if "num" not in options and self.num is not None:
             raise RecipeError(
                 f"clients.num = {self.num} has no meaning with partition '{self.partition}', which counts "
-                "its clients itself; remove it"
+                "its clients itself; remove it",
+                ("clients", "num"),
             )
         try:
             partition: Partition = cls(**options)
         except TypeError as error:  # a field is not a key of this section, or a method is missing
-            raise RecipeError(f"clients.partition = '{self.partition}': {error}") from None
+            raise RecipeError(f"clients.partition = '{self.partition}': {error}", ("clients", "partition")) from None
         return partition
 
     def num_silos(self) -> int | None:
@@ -245,7 +248,8 @@ class ClientsSpec:
         if not counts and self.silos is not None:
             raise RecipeError(
                 f"clients.silos = {self.silos} has no meaning with silo_partition = '{self.silo_partition}', which "
-                "counts the silos itself; remove it"
+                "counts the silos itself; remove it",
+                ("clients", "silos"),
             )
         return replace(plain, num=(self.silos or SILOS) if counts else None)
 
@@ -254,7 +258,10 @@ class ClientsSpec:
         if isinstance(self.partition, str):
             return find(self.partition, PARTITIONS, Partition)
         if not hasattr(self.partition, "split"):
-            raise RecipeError(f"{self.partition!r}: must be a name, or an object with split(columns, rows, key)")
+            raise RecipeError(
+                f"{self.partition!r}: must be a name, or an object with split(columns, rows, key)",
+                ("clients", "partition"),
+            )
         return type(self.partition)
 
     def _check_participation(self) -> None:
@@ -281,7 +288,8 @@ class ClientsSpec:
         if self.personal_validation and self.validation:
             raise RecipeError(
                 "clients: validation gives the server rows that personal_validation keeps at the clients; keep one of "
-                "them"
+                "them",
+                ("clients", "validation"),
             )
         if self.personal_validation and self.partition == "silos":
             raise RecipeError(
@@ -305,7 +313,10 @@ class ClientsSpec:
         if self.folds is not None and self.fold is not None:
             require(self.fold <= self.folds, "clients.fold", self.fold, f"a number from 1 to folds = {self.folds}")
             if wanted is not None:
-                raise RecipeError("clients: test_clients and folds both choose the test clients; keep one of them")
+                raise RecipeError(
+                    "clients: test_clients and folds both choose the test clients; keep one of them",
+                    ("clients", "test_clients"),
+                )
 
     def _check_ranks(self) -> None:
         if self.ranks is not None:
@@ -324,7 +335,10 @@ class ClientsSpec:
         given["silo_overlap"] = self.silo_overlap is not None
         used = [name for name, is_given in given.items() if is_given]
         if used and self.partition != "silos":
-            raise RecipeError(f"clients.{used[0]} needs clients.partition = 'silos'; set it, or remove {used[0]}")
+            raise RecipeError(
+                f"clients.{used[0]} needs clients.partition = 'silos'; set it, or remove {used[0]}",
+                ("clients", used[0]),
+            )
         if self.partition == "silos" and self.num is not None:
             raise RecipeError(
                 f"clients.num = {self.num} has no meaning with partition 'silos', whose number of clients follows from "
@@ -332,13 +346,19 @@ class ClientsSpec:
                 ("clients", "num"),
             )
         if self.silo_partition == "silos":
-            raise RecipeError("clients.silo_partition = 'silos': must be another partition, such as 'dirichlet'")
+            raise RecipeError(
+                "clients.silo_partition = 'silos': must be another partition, such as 'dirichlet'",
+                ("clients", "silo_partition"),
+            )
         if self.silo_partition != "iid":
             self._over_silos()
         if self.silo_sizes is None:
             return
         if self.silo_partition != "iid":
-            raise RecipeError("clients: silo_sizes and silo_partition both split the rows over silos; keep one of them")
+            raise RecipeError(
+                "clients: silo_sizes and silo_partition both split the rows over silos; keep one of them",
+                ("clients", "silo_sizes"),
+            )
         require(
             bool(self.silo_sizes) and min(self.silo_sizes) > 0.0,
             "clients.silo_sizes",
@@ -348,16 +368,21 @@ class ClientsSpec:
         if self.silos not in (None, len(self.silo_sizes)):
             raise RecipeError(
                 f"clients.silos = {self.silos}, but silo_sizes has {len(self.silo_sizes)} entries; remove silos, or "
-                "give one size for each silo"
+                "give one size for each silo",
+                ("clients", "silos"),
             )
 
     def _check_assignment(self) -> None:
         given = [name for name in _ASSIGNMENTS if getattr(self, name) not in (None, {})]
         if len(given) > 1:
-            raise RecipeError(f"clients: {' and '.join(given)} both say which client lacks what; keep one of them")
+            raise RecipeError(
+                f"clients: {' and '.join(given)} both say which client lacks what; keep one of them",
+                ("clients", given[0]),
+            )
         if self.partition == "silos" and given and given != ["holdings"]:
             raise RecipeError(
-                f"clients.{given[0]} cannot be used with silos; use clients.holdings, with one entry per device"
+                f"clients.{given[0]} cannot be used with silos; use clients.holdings, with one entry per device",
+                ("clients", given[0]),
             )
         for name, share in self.missing.items():
             require(0.0 <= share <= 1.0, f"clients.missing.{name}", share, "a share from 0 to 1")

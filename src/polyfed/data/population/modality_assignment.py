@@ -69,9 +69,13 @@ def _only(spec: ClientsSpec, modalities: Sequence[str], num: int) -> Tensor:
         place = _place(name, modalities, "clients.only")
         for client in clients:
             if not 0 <= client < num:
-                raise RecipeError(f"clients.only.{name} lists client {client}; allowed: 0..{num - 1}")
+                raise RecipeError(
+                    f"clients.only.{name} lists client {client}; allowed: 0..{num - 1}", ("clients", "only", name)
+                )
             if client in seen:
-                raise RecipeError(f"clients.only lists client {client} twice: under {seen[client]} and {name}")
+                raise RecipeError(
+                    f"clients.only lists client {client} twice: under {seen[client]} and {name}", ("clients", "only")
+                )
             seen[client] = name
             holds[client] = torch.arange(len(modalities)) == place
     return holds
@@ -91,7 +95,8 @@ def _missing(spec: ClientsSpec, modalities: Sequence[str], num: int, key: int) -
         if count > len(able):
             raise RecipeError(
                 f"clients.missing.{name} = {spec.missing[name]} takes it from {count} of {num} clients, "
-                f"but only {len(able)} still hold another modality; lower the shares"
+                f"but only {len(able)} still hold another modality; lower the shares",
+                ("clients", "missing", name),
             )
         holds[able[:count], place] = False
     return holds

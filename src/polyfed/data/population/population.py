@@ -185,7 +185,8 @@ def _own_validation(
     if len(pooled) == 0 or (own_test is not None and clients.validation == 0.0):
         raise RecipeError(
             "clients.measure_on = 'validation' needs validation rows: set clients.validation, as in "
-            "clients.validation = 0.1"
+            "clients.validation = 0.1",
+            ("clients", "measure_on"),
         )
     if own_test is None:
         return train, None
@@ -210,7 +211,10 @@ def matched(columns: Columns, train: Shards, key: int) -> Shards:
     refuse_targets(columns, "[clients] personal_test = 'matched' draws rows by their class")
     label, test_rows = columns.label.cpu(), columns.rows(TEST)
     if len(test_rows) == 0:
-        raise RecipeError(f"clients.personal_test = 'matched' needs a global test set; data '{columns.name}' has none")
+        raise RecipeError(
+            f"clients.personal_test = 'matched' needs a global test set; data '{columns.name}' has none",
+            ("clients", "personal_test"),
+        )
     available = torch.bincount(label[test_rows], minlength=columns.num_classes).double()
     counts = train.counts(label, columns.num_classes).double() * (available > 0)
     share = counts / counts.sum(1, keepdim=True).clamp(min=1.0)
@@ -254,7 +258,8 @@ def _roles(columns: Columns, clients: ClientsSpec) -> tuple[Tensor, Tensor]:
     if columns.split_personal is None:
         raise RecipeError(
             f"clients.personal_test = 'split_personal', but data '{columns.name}' has no such array; give a "
-            "share, such as 0.25, or 'matched'"
+            "share, such as 0.25, or 'matched'",
+            ("clients", "personal_test"),
         )
     codes = columns.split_personal.cpu()
     return train & (codes == OWN_TEST), train & (codes != OWN_TEST) & (codes != GUARD)
@@ -289,7 +294,8 @@ def _check_partition(partition: Partition, shards: Shards, rows: np.ndarray, num
         fault = "that it was not given"
     raise RecipeError(
         f"clients.partition: {type(partition).__name__}.split returns row {wrong} {fault}. It must return each of "
-        "the given rows at most once"
+        "the given rows at most once",
+        ("clients", "partition"),
     )
 
 
@@ -317,7 +323,10 @@ def _check(population: Population, clients: ClientsSpec) -> None:
             )
     count = clients.participation
     if isinstance(count, int) and count > population.num_clients:
-        raise RecipeError(f"clients.participation = {count}, but there are {population.num_clients} clients")
+        raise RecipeError(
+            f"clients.participation = {count}, but there are {population.num_clients} clients",
+            ("clients", "participation"),
+        )
     if population.columns.labelled:
         _warn_of_labels(population)
 

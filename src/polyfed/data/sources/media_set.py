@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from polyfed.core.errors import DataError, did_you_mean, require
+from polyfed.core.errors import DataError, require, require_one_of
 from polyfed.data.columns import TEST, TRAIN, Columns
 from polyfed.data.features.extraction import Extraction, Listener, OnCorrupt
 from polyfed.data.features.listing import Listing
@@ -122,7 +122,7 @@ def check_modalities(given: tuple[str, ...], allowed: tuple[str, ...]) -> None:
     """Raise RecipeError unless `given` has at least one name, and all its names are distinct and in `allowed`."""
     require(bool(given), "data.modalities", given, ", ".join(allowed))
     for name in given:
-        require(name in allowed, "data.modalities", name, did_you_mean(name, allowed))
+        require_one_of("data.modalities", name, allowed)
     require(len(set(given)) == len(given), "data.modalities", given, "distinct names")
 
 

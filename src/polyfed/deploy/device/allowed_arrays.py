@@ -70,7 +70,8 @@ def check_arrays(recipe: Recipe, protected: Iterable[str]) -> None:
         ):
             raise NotAllowed(
                 f"[algorithm] groups: '{name}' is a modality, an array with a policy row of its own, or the sample "
-                "ids. No policy file can allow that"
+                "ids. No policy file can allow that",
+                ("algorithm", "groups"),
             )
         check_array("groups", name, "[algorithm] groups")
     for modality, name in joined_arrays(recipe):
@@ -85,7 +86,8 @@ def check_arrays(recipe: Recipe, protected: Iterable[str]) -> None:
         if any(name in (modality, f"{modality}_present") for modality in modalities):
             raise NotAllowed(
                 f"[data] {role} = '{name}' names a modality, or an array with a policy row of its own. No policy file "
-                "can allow that. Name another array, or remove the key"
+                "can allow that. Name another array, or remove the key",
+                ("data", role),
             )
         if name != standard(role):
             check_array(role, name)

@@ -97,7 +97,6 @@ def begin(memory: Memory, request_id: RequestId, *, again: bool = False) -> None
 
     Args:
         memory: what the device remembers of the client and the run.
-        request_id: id of the request.
         again: whether the reply is known, so that no task runs. The states then stay, because the server may also
             repeat the later requests, and their replies may be known too.
 
@@ -125,7 +124,6 @@ def keep(memory: Memory, request_id: RequestId, local: Tree, modalities: tuple[s
 
     Args:
         memory: what the device remembers of the client and the run.
-        request_id: id of the request.
         local: the state.
         modalities: the client's modalities.
         kept: the newest settled round.

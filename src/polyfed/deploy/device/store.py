@@ -197,7 +197,6 @@ class DeviceStore:
         """Lock the folder of a client and run against other processes, and make it if it does not exist.
 
         Args:
-            run: the run.
             client: the client's number.
             wait: whether to wait for the process that has the lock. If not, the block gets None in its place.
 

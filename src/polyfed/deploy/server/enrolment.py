@@ -260,7 +260,8 @@ def _agreed_shapes(recipe: Recipe, own: Columns | None, known: list[Enrolment], 
         if pinned.setdefault(name, told_shape(column)) != told_shape(column):
             raise DataError(
                 f"[deployment] shapes: samples of '{name}' have shape {pinned[name]}, those of the server's own rows "
-                f"{told_shape(column)}. Correct one of them"
+                f"{told_shape(column)}. Correct one of them",
+                ("deployment", "shapes"),
             )
         source.setdefault(name, "the server's own rows")
     agreed: dict[str, tuple[int, ...]] = {}
@@ -320,7 +321,8 @@ def _refuse_other_shapes(recipe: Recipe, shapes: Shapes, features: Mapping[str, 
         if (fixed := recipe.deployment.shapes.get(name)) is not None and tuple(fixed) != tuple(shapes[name]):
             raise DataError(
                 f"[deployment] shapes: samples of '{name}' have shape {tuple(fixed)}, and the columns of "
-                f"[data.columns] give {tuple(shapes[name])}. Leave the entry out, or name the words of the columns"
+                f"[data.columns] give {tuple(shapes[name])}. Leave the entry out, or name the words of the columns",
+                ("deployment", "shapes"),
             )
 
 
@@ -355,7 +357,10 @@ def _agreed_classes(recipe: Recipe, own: Columns | None, known: list[Enrolment],
     if recipe.deployment.classes:
         agreed, by = recipe.deployment.classes, "[deployment] classes"
         if here > agreed:
-            raise DataError(f"[deployment] classes = {agreed}, but the server's own rows have {here}. Raise it")
+            raise DataError(
+                f"[deployment] classes = {agreed}, but the server's own rows have {here}. Raise it",
+                ("deployment", "classes"),
+            )
     for told in known:
         if not agreed:
             out[told.client] = "two clients report different numbers of classes; set [deployment] classes"

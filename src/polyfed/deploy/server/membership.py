@@ -45,7 +45,8 @@ def expected(recipe: Recipe) -> int:
     wanted = _expected(recipe)
     if recipe.deployment.min_nodes > wanted:
         raise RecipeError(
-            f"[deployment] min_nodes = {recipe.deployment.min_nodes}, but the run has {wanted} devices. Lower it"
+            f"[deployment] min_nodes = {recipe.deployment.min_nodes}, but the run has {wanted} devices. Lower it",
+            ("deployment", "min_nodes"),
         )
     return wanted
 
@@ -59,14 +60,16 @@ def _expected(recipe: Recipe) -> int:
         raise RecipeError(
             f"[deployment] nodes = {nodes}: with [clients] silo_partition = '{clients.silo_partition}' the data "
             f"decides the number of silos, which the server does not see. Set nodes to the number of devices, "
-            f"{each} a silo"
+            f"{each} a silo",
+            ("deployment", "nodes"),
         )
     if silos is None:
         return nodes
     if nodes not in (0, silos * each):
         raise RecipeError(
             f"[deployment] nodes = {nodes}, but {silos} silos of {each} devices are {silos * each} devices. Remove "
-            "nodes, or set [clients] silos to the number of silos that take part"
+            "nodes, or set [clients] silos to the number of silos that take part",
+            ("deployment", "nodes"),
         )
     return silos * each
 

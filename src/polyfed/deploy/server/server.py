@@ -83,7 +83,9 @@ def simulate(recipe: Recipe, records: Records | None, emit: Emitter, execute: Ex
     try:
         from polyfed.engines import flower
     except ImportError as error:
-        raise RecipeError(f"[engine] name = 'flower' needs Flower ({error}): pip install 'polyfed[flower]'") from None
+        raise RecipeError(
+            f"[engine] name = 'flower' needs Flower ({error}): pip install 'polyfed[flower]'", ("engine", "name")
+        ) from None
     with tempfile.TemporaryDirectory(prefix="polyfed-") as spare:
         folder = Path(spare) if records is None else (records.folder / "nodes").absolute()
         population = population_of(recipe)

@@ -231,7 +231,10 @@ class Cluster:
                 reason = in_short(error)
             self.kill(actor)
         if none_yet and not started:
-            raise RecipeError(f"[engine] cluster = 'ray': no worker could start: {reason}. Add nodes, or free theirs")
+            raise RecipeError(
+                f"[engine] cluster = 'ray': no worker could start: {reason}. Add nodes, or free theirs",
+                ("engine", "cluster"),
+            )
         return started
 
     def once(self, content: NDArray[np.uint8]) -> Any:

@@ -86,7 +86,8 @@ class Workers:
             raise RecipeError(
                 f"[engine] workers = {num}, threads = {threads}: PyTorch cannot end its idle threads on this machine, "
                 "because its OpenMP library lacks omp_pause_resource_all. Processes that start meanwhile could wait "
-                "forever. Set threads = 1, or workers = 1"
+                "forever. Set threads = 1, or workers = 1",
+                ("engine", "workers"),
             )
         self.engine, self.num, self.threads, self.devices = engine, num, threads, devices or (engine.device,)
         self.wanted = num
@@ -116,7 +117,8 @@ class Workers:
             except OSError as error:
                 raise RecipeError(
                     f"[engine] workers: worker process {len(self.started) + 1} of {self.num} could not start: {error}. "
-                    "Set workers to a smaller number, or raise the limits of this process (`ulimit -n`, `ulimit -u`)"
+                    "Set workers to a smaller number, or raise the limits of this process (`ulimit -n`, `ulimit -u`)",
+                    ("engine", "workers"),
                 ) from error
 
     def close(self) -> None:

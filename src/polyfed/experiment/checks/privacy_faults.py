@@ -48,7 +48,6 @@ def faults_of_rows(model: Model, *, shared: bool) -> Iterator[str]:
     not exist.
 
     Args:
-        model: the model.
         shared: whether several clients hold the same rows.
     """
     if shared:

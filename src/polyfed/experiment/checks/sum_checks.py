@@ -101,5 +101,6 @@ def refuse_small_blocks(recipe: Recipe, population: Population) -> None:
         what = f"modality '{name}' is" if name != "all" else "rows are"
         raise RecipeError(
             f"[secure_aggregation] min_clients = {secure.min_clients}: {what} held by {num} clients only, so no "
-            f"sum over them would ever be read. Lower min_clients, or leave the modality out"
+            f"sum over them would ever be read. Lower min_clients, or leave the modality out",
+            ("secure_aggregation", "min_clients"),
         )

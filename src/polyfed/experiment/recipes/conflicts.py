@@ -29,7 +29,6 @@ def refuse_conflicts(recipe: Any, *, deployed: bool = False) -> None:
     """Refuse a recipe with options that cannot go together; one error lists all of them.
 
     Args:
-        recipe: the recipe.
         deployed: whether to check the rows for deployments, and no others.
 
     Raises:

@@ -72,8 +72,10 @@ def refuse_breaches(limits: Limits, train: Train, rounds: int, rows: int | None 
     Raises:
         RecipeError: a limit is exceeded. The text names the limit and the value.
     """
+    problems = Problems()
     for why in NO_LIMITS.stricter(limits).foreseen(train, rounds, rows):
-        raise RecipeError(f"{whose}{why}")
+        problems.add(RecipeError(f"{whose}{why}", ("limits",)))
+    problems.raise_all()
 
 
 def check_model(method: Algorithm, model: Model) -> None:
@@ -88,5 +90,6 @@ def check_model(method: Algorithm, model: Model) -> None:
     if method.evaluation.unimodal == "head" and not model.linear_head:
         raise RecipeError(
             "[evaluate] unimodal = 'head' splits the logits into a term for each modality, which only linear fusion "
-            "allows (concat or sum without a head). Allowed here: 'auto', 'zero', 'prototype'"
+            "allows (concat or sum without a head). Allowed here: 'auto', 'zero', 'prototype'",
+            ("evaluate", "unimodal"),
         )

@@ -75,7 +75,9 @@ def workers_of(recipe: Recipe) -> int:
         # PyTorch can then neither use CUDA in processes that this one forks nor compute gradients in them
         reason = "this Python process already uses CUDA, so processes that it forks cannot train. A new process can"
     if reason and spec.workers > 1:
-        raise RecipeError(f"[engine] workers = {spec.workers}: {reason}. Remove `workers`, or use workers = 1")
+        raise RecipeError(
+            f"[engine] workers = {spec.workers}: {reason}. Remove `workers`, or use workers = 1", ("engine", "workers")
+        )
     if reason or device_of(recipe).type != "cpu":
         return 1
     return spec.workers or max(1, min(machine.cores() // max(1, spec.threads), MOST_WORKERS))
@@ -93,7 +95,9 @@ def device_of(recipe: Recipe) -> torch.device:
     if recipe.engine.cluster:
         return torch.device("cpu")
     if wanted == "cuda" and not num_gpus():
-        raise RecipeError("[engine] device = 'cuda', but PyTorch sees no CUDA device; use 'cpu' or 'auto'")
+        raise RecipeError(
+            "[engine] device = 'cuda', but PyTorch sees no CUDA device; use 'cpu' or 'auto'", ("engine", "device")
+        )
     one_gpu = wanted != "cpu" and num_gpus() and not gpus_of(recipe)
     return torch.device("cuda" if one_gpu else "cpu")
 

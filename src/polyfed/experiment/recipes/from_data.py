@@ -256,7 +256,8 @@ def _named_encoder(modality: str, entry: Any) -> Any:
     if getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is not cls:
         raise ModelError(
             f"[model.encoders] {modality}: the class {cls.__qualname__} cannot be imported from the module "
-            f'{cls.__module__}. Define it at the top level of a module, and give it as "package.module:Class"'
+            f'{cls.__module__}. Define it at the top level of a module, and give it as "package.module:Class"',
+            ("model", "encoders", modality),
         )
     return {**entry, "kind": path}
 

@@ -1,13 +1,14 @@
 """Build the parts of a run from the sections of a recipe."""
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
 from polyfed.algorithms import NAMED
 from polyfed.algorithms.base import Algorithm
-from polyfed.core.errors import RecipeError, did_you_mean
+from polyfed.core.errors import PolyfedError, RecipeError, did_you_mean
 from polyfed.core.messages import KINDS
 from polyfed.core.option_checks import checked, choices, key_of, ranges, sifted
 from polyfed.core.problems import Problems
@@ -36,12 +37,19 @@ def build(where: str, cls: type, table: Mapping[str, Any], **given: Any) -> Any:
             cls(**values, **given)
         except TypeError:  # a required option is missing or wrong
             problems.found += _missing(where, cls, {**table, **given})
-        except RecipeError as error:  # perhaps only due to the values left out
-            problems.found += [fault for fault in error.several or (error,) if fault.key and fault.key[-1] in values]
+        except RecipeError as error:
+            wrong = table.keys() - values.keys()
+            problems.found += [fault for fault in error.several or (error,) if _stands(fault, values, wrong)]
         problems.raise_all()
     problems.found += _missing(where, cls, {**values, **given})
     problems.raise_all()
     return cls(**values, **given)
+
+
+def _stands(fault: PolyfedError, values: Mapping[str, Any], wrong: Iterable[str]) -> bool:
+    """Return whether an option is wrong by itself, and not only because wrong options that it names were left out."""
+    names = set(re.findall(r"\w+", str(fault)))
+    return bool(fault.key) and fault.key[-1] in values and names.isdisjoint(wrong)
 
 
 def _missing(where: str, cls: type, given: Mapping[str, Any]) -> list[RecipeError]:

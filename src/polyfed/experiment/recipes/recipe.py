@@ -222,7 +222,11 @@ def parse_recipe(table: Mapping[str, Any], name: str = "run") -> Recipe:
     sections = _sections(table, top, problems)
     for section, example in ((name, section.required) for name, section in SECTIONS.items()):
         if example and section not in table:
-            problems.add(RecipeError(f'section [{section}] is missing. Add it with its name, as in name = "{example}"'))
+            problems.add(
+                RecipeError(
+                    f'section [{section}] is missing. Add it with its name, as in name = "{example}"', (section,)
+                )
+            )
     with problems.noting():
         refuse_no_training(top, sections.get("train", {}))
 

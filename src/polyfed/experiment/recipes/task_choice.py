@@ -99,7 +99,8 @@ def refuse_unfit(recipe: Recipe, population: Population) -> None:
     if objective.BY_MODALITY and len(lonely):
         raise RecipeError(
             f"[task] name = '{name_of(objective, OBJECTIVES)}' learns from pairs of modalities, and client {lonely[0]} "
-            f"has one modality ({len(lonely)} such clients). Give every client two: see [clients] holdings, missing"
+            f"has one modality ({len(lonely)} such clients). Give every client two: see [clients] holdings, missing",
+            ("task", "name"),
         )
 
 

@@ -440,7 +440,6 @@ def answers(
     """Return the data frame of `Models.predict_frame`.
 
     Args:
-        models: the models.
         x: the samples by modality.
         present: which rows have a modality.
         used: which modalities the prediction of each row uses.

@@ -222,7 +222,8 @@ def _needing(name: str, extra: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise RecipeError(
-            f"[tracking] name = '{name}' needs a package ({error}): pip install 'polyfed[{extra}]'"
+            f"[tracking] name = '{name}' needs a package ({error}): pip install 'polyfed[{extra}]'",
+            ("tracking", "name"),
         ) from None
 
 
@@ -233,7 +234,9 @@ def _place(given: str, key: str, folder: Path | None, name: str) -> Path:
         RecipeError: neither a place nor a folder is given.
     """
     if not given and folder is None:
-        raise RecipeError(f"[tracking] {key} = '': this run writes no files of its own. Name a {key}")
+        raise RecipeError(
+            f"[tracking] {key} = '': this run writes no files of its own. Name a {key}", ("tracking", key)
+        )
     return Path(given) if given else Path(folder or "") / name
 
 

@@ -170,41 +170,31 @@ def assemble(
     Raises:
         PolyfedError: the recipe, the data or the model is wrong, or they do not fit each other.
     """
-    emit, population, was_guessed = emit or Emitter(), population or population_of(recipe), recipe.task is None
-    recipe, policy, guesses = _completed(recipe, population, one_device=one_device, deployed=deployed)
-    shapes = {name: column.shape for name, column in population.columns.modalities.items()}
-    given = given_of(recipe, folder)
-    model = model_of(recipe, shapes, population.columns.num_classes, policy, given)
-    check_model(recipe.algorithm, model)
-    if not one_device and isinstance(train := getattr(recipe.algorithm, "train", None), Train):
-        refuse_idle_batches(train, model, torch.unique(population.train.sizes).tolist())
-    initial, objective = initial_of(recipe, model, given), task_of(recipe)
-    asked = asks_own(recipe.algorithm, registry_of(population))
-    announcer = Announcer(recipe.algorithm, model, objective, policy, asked)
-    recipe, guarantee = _protected(recipe, population, announcer, initial, deployed=deployed, one_device=one_device)
-    mechanism = None if guarantee is None else guarantee.mechanism
+    emit, population = emit or Emitter(), population or population_of(recipe)
+    made = _completed(recipe, population, folder, one_device=one_device, deployed=deployed)
+    # from here on the recipe is complete, and only read: engine and federation see what recipe.toml will say
     ledger = Ledger(run, hashing=deployed)
-    clock = clock_of(recipe, population.num_clients, ledger)
-    built = (engine or engine_of(recipe))(
+    built = (engine or engine_of(made.recipe))(
         population,
-        model,
-        recipe.algorithm,
-        initial,
-        policy=policy,
+        made.model,
+        made.recipe.algorithm,
+        made.initial,
+        policy=made.policy,
         ledger=ledger,
-        device=device_of(recipe),
+        device=device_of(made.recipe),
         emit=emit,
-        debug=recipe.engine.debug,
-        clock=clock,
-        objective=objective,
-        privacy=mechanism,
-        limits=recipe.limits,
+        debug=made.recipe.engine.debug,
+        clock=clock_of(made.recipe, population.num_clients, ledger),
+        objective=task_of(made.recipe),
+        privacy=None if made.guarantee is None else made.guarantee.mechanism,
+        limits=made.recipe.limits,
     )
-    cap = recipe.deployment.rows_cap if deployed else 0.0
-    fed = _federation(recipe, built, None if one_device else population.num_clients, cap)
-    policy = built.announcer.with_model(policy)
-    parts = population, model, policy, initial, ledger, built, fed
-    return Assembly(recipe, *parts, was_guessed, guesses, guarantee, given, deployed)
+    cap = made.recipe.deployment.rows_cap if deployed else 0.0
+    fed = _federation(made.recipe, built, None if one_device else population.num_clients, cap)
+    # what the mixing of this model reveals of a modality is known only to the announcer of the engine
+    policy = built.announcer.with_model(made.policy)
+    parts = population, made.model, policy, made.initial, ledger, built, fed
+    return Assembly(made.recipe, *parts, recipe.task is None, made.guesses, made.guarantee, made.given, deployed)
 
 
 def _federation(recipe: Recipe, engine: Engine, num_clients: int | None, rows_cap: float) -> Federation:
@@ -229,22 +219,47 @@ def _federation(recipe: Recipe, engine: Engine, num_clients: int | None, rows_ca
     )
 
 
-def _protected(
-    recipe: Recipe, population: Population, announcer: Announcer, initial: Tree, *, deployed: bool, one_device: bool
-) -> tuple[Recipe, Guarantee | None]:
-    """Check the cohorts and derive the guarantee. The returned recipe has no more rounds than its budget allows."""
-    if not one_device:
-        clients = registry_of(population)
-        refuse_small_cohorts(recipe, clients)
-        refuse_few_replies(recipe, clients)
-    guarantee = guarantee_of(recipe, population, announcer, initial, deployed=deployed, one_device=one_device)
-    if guarantee is None:
-        return recipe, None
-    refuse_spent(recipe.stop, guarantee)
-    return replace(recipe, rounds=guarantee.rounds, privacy=guarantee.resolved), guarantee
+@dataclass(frozen=True)
+class _Completed:
+    """A recipe with everything that the data and the privacy budget decide, and what was made to decide it.
+
+    Attributes:
+        recipe: with its task, an encoder for every modality, and the rounds and the noise of its budget.
+    """
+
+    recipe: Recipe
+    policy: Policy
+    guesses: tuple[str, ...]
+    given: Tree
+    model: Model
+    initial: Tree
+    guarantee: Guarantee | None
 
 
 def _completed(
+    recipe: Recipe, population: Population, folder: Path | None, *, one_device: bool, deployed: bool
+) -> _Completed:
+    """Complete a recipe. The guarantee comes last, because it depends on the blocks of the model that clients send."""
+    recipe, policy, guesses = _with_data(recipe, population, one_device=one_device, deployed=deployed)
+    shapes = {name: column.shape for name, column in population.columns.modalities.items()}
+    given = given_of(recipe, folder)
+    model = model_of(recipe, shapes, population.columns.num_classes, policy, given)
+    check_model(recipe.algorithm, model)
+    if not one_device and isinstance(train := getattr(recipe.algorithm, "train", None), Train):
+        refuse_idle_batches(train, model, torch.unique(population.train.sizes).tolist())
+    initial, clients = initial_of(recipe, model, given), registry_of(population)
+    if not one_device:
+        refuse_small_cohorts(recipe, clients)
+        refuse_few_replies(recipe, clients)
+    announcer = Announcer(recipe.algorithm, model, task_of(recipe), policy, asks_own(recipe.algorithm, clients))
+    guarantee = guarantee_of(recipe, population, announcer, initial, deployed=deployed, one_device=one_device)
+    if guarantee is not None:
+        refuse_spent(recipe.stop, guarantee)
+        recipe = replace(recipe, rounds=guarantee.rounds, privacy=guarantee.resolved)
+    return _Completed(recipe, policy, guesses, given, model, initial, guarantee)
+
+
+def _with_data(
     recipe: Recipe, population: Population, *, one_device: bool, deployed: bool
 ) -> tuple[Recipe, Policy, tuple[str, ...]]:
     """Return three things: the recipe with its task and all encoders, the recipe's policy, and `Assembly.guesses`.
@@ -255,6 +270,7 @@ def _completed(
     policy = problems.attempt(lambda: policy_of(recipe, columns, lenient=deployed or one_device))
     problems.attempt(lambda: refuse_unnoised(recipe, features_of(columns)))
     filled = problems.attempt(lambda: with_encoders(recipe, columns))
+    # not the filled recipe: a fault of an encoder must not hide those of the task, nor the other way round
     tasked = problems.attempt(lambda: with_task(recipe, columns, population.train.rows))
     if deployed or one_device:
         problems.attempt(lambda: refuse_conflicts(recipe, deployed=True))
@@ -276,7 +292,6 @@ def policy_of(recipe: Recipe, columns: Columns, *, lenient: bool = False) -> Pol
     """Return the recipe's policy, whose rows name modalities, or columns of the data that no modality may read.
 
     Args:
-        recipe: the recipe.
         columns: its data.
         lenient: whether the columns of all data are not known here, so that a row may name any.
 

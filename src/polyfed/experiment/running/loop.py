@@ -99,6 +99,8 @@ def execute(
             for round in range(first, loop.recipe.rounds + 1):
                 if loop.stop is not None:
                     break
+                # `save` comes last: a row on disk is a whole round, and resume goes on behind the last checkpoint. What
+                # was sent in a round that fails is booked all the same, because it has left the clients.
                 with loop.booked(round):
                     state, row = loop.train(round, state)
                     loop.summarise(row, state)

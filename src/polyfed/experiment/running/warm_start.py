@@ -54,14 +54,17 @@ def given_of(recipe: Recipe, folder: Path | None = None) -> Tree:
     elif restricted():
         raise NotAllowed(
             f"[model] init = '{path}' names a file, and the app carries no copy of it. Write the app again with "
-            "`polyfed app`"
+            "`polyfed app`",
+            ("model", "init"),
         )
     else:
         found = values_in(Path(path).expanduser())
     if not found:
-        raise DataError(f"[model] init = '{path}' holds no parameters. Give another model")
+        raise DataError(f"[model] init = '{path}' holds no parameters. Give another model", ("model", "init"))
     if wrong := [name for name, value in found.items() if not bool(value.isfinite().all())]:
-        raise DataError(f"[model] init = '{path}': '{wrong[0]}' holds NaN or infinity. Give another model")
+        raise DataError(
+            f"[model] init = '{path}': '{wrong[0]}' holds NaN or infinity. Give another model", ("model", "init")
+        )
     wanted = recipe.model.init_blocks or blocks(found)
     if missing := [block for block in wanted if block not in blocks(found)]:
         raise RecipeError(

@@ -119,12 +119,14 @@ class Search:
         if self.prune == "halving" and self.batch < self.reduction:
             raise RecipeError(
                 f"[search] prune = 'halving': a batch of {self.batch} trials is smaller than reduction = "
-                f"{self.reduction}. Set batch to {self.reduction} or more, for example to the number of trials"
+                f"{self.reduction}. Set batch to {self.reduction} or more, for example to the number of trials",
+                ("search", "prune"),
             )
         if self.prune == "median" and self.sampler in LISTED:
             raise RecipeError(
                 "[search] prune = 'median' tries further settings with the rounds that it saves, and the sampler "
-                f"'{self.sampler}' has no others. Use prune = 'halving', or another sampler"
+                f"'{self.sampler}' has no others. Use prune = 'halving', or another sampler",
+                ("search", "prune"),
             )
 
     def rungs(self, rounds: int) -> list[int]:

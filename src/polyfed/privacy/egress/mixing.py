@@ -215,7 +215,6 @@ class _Flow:
     then needs no special rule, and a path too many only makes the policy stricter.
 
     Args:
-        graph: the graph.
         sources: what each input of the graph holds.
 
     Raises:

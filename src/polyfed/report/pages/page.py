@@ -268,7 +268,6 @@ def subset_scores(
 
     Args:
         past: the rounds.
-        modalities: the modalities.
         intervals: the entry `intervals` of result.json.
     """
     names = subsets_in([*past.columns]) or subsets_in([*past.columns], "personal.")

@@ -133,6 +133,7 @@ def run(
         if replay is not None and tried[kinds[t]] < TRIES:
             replay.look(state)
             if replay.lacks(kinds[t]):
+                # twice: if the traces differ, the step reads more than its inputs, and no program can repeat it
                 takes = [Recording(state, slices()[t]) for _ in range(2)]
                 with suppress(Unrecordable):
                     for take in takes:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from typing_extensions import override
 
-from polyfed.core.errors import DataError, did_you_mean, require
+from polyfed.core.errors import DataError, did_you_mean, require, require_one_of
 from polyfed.data.columns import TEST, TRAIN, VALIDATION, Columns
 from polyfed.data.features.listing import Listing, Sample, class_of
 from polyfed.data.media import Clip, Extractor, Image, LogMel, TextEmbedding, Tokens, Values
@@ -53,7 +53,7 @@ class HuggingFace(MediaSet):
     def __post_init__(self) -> None:
         require(bool(self.modalities), "data.modalities", dict(self.modalities), "at least one: modality = kind")
         for name, kind in self.modalities.items():
-            require(kind in _KINDS, f"data.modalities.{name}", kind, did_you_mean(kind, _KINDS))
+            require_one_of(f"data.modalities.{name}", kind, _KINDS)
             for role in ("label", "client"):
                 other = self._column(name) != getattr(self, role)
                 require(other, f"data.{role}", getattr(self, role), "a column that is not in data.modalities too")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from polyfed.core.errors import DataError, did_you_mean, require
+from polyfed.core.errors import DataError, require, require_one_of
 from polyfed.core.option_checks import check_ranges
 from polyfed.data.column_scaling import standardised
 from polyfed.data.columns import TEST, TRAIN, Column, Columns
@@ -46,7 +46,7 @@ class UciHar(Source):
     def __post_init__(self) -> None:
         require(bool(self.modalities), "data.modalities", self.modalities, ", ".join(_FILES))
         for name in self.modalities:
-            require(name in _FILES, "data.modalities", name, did_you_mean(name, _FILES))
+            require_one_of("data.modalities", name, _FILES)
         check_ranges("[data]", self)
 
     @override
