@@ -33,7 +33,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 V = TypeVar("V", Tensor, dict[str, Tensor])
 
 
-def _in_float32(value: Tensor) -> Tensor:
+def _as_float32(value: Tensor) -> Tensor:
     return value.float() if value.is_floating_point() else value
 
 
@@ -360,7 +360,7 @@ class Model:
         try:
             with self._autocast():
                 value = call(z)
-            lowered: V = tree_map(_in_float32, value) if self._lower else value
+            lowered: V = tree_map(_as_float32, value) if self._lower else value
             return lowered
         finally:
             self._rows.clear()
