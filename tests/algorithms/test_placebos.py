@@ -36,6 +36,8 @@ CASES = [
     ("fedogm", "constant"),
     ("mfedmc", "random-blocks"),
     ("pepsy", "shuffled"),
+    ("pmcmfl", "random-class"),
+    ("pmcmfl", "mean"),
     ("feddyn", "random"),
     ("fednova", "shuffled"),
     ("ditto", "initial"),

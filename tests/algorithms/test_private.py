@@ -177,7 +177,7 @@ def test_every_averaging_method_keeps_private_blocks_or_says_why_not(name: str) 
         assert "replaces" in str(error) or "fedproto" in str(error)  # noqa: PT017
         assert name in (
             "apfl", "cmsfed", "ditto", "fedmac", "fedmsplit", "fedpmr", "fedproto", "mfedmc", "partialfl", "pepsy",
-            "pfedme",
+            "pfedme", "pmcmfl",
         )  # fmt: skip
         return
     if name == "hfl":

@@ -60,6 +60,7 @@ ROWS: dict[str, Row] = {
     "mfedmc": Row({"uploads": 1, "client_share": 0.6}),
     "fedmac": Row(),
     "pepsy": Row({"join": 0.999, "eta": 1.0}, egress=PROFILES),
+    "pmcmfl": Row({"contrast": 0.1}, PROTOTYPES),
     "fedproto": Row({}, PROTOTYPES),
     "fedamp": Row({"uploads": 4, "alpha": 10.0, "sigma": 100.0}),
     "fedfomo": Row({"uploads": 3}),

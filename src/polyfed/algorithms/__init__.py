@@ -37,6 +37,7 @@ from polyfed.algorithms.modalities.fedogm import FedOgm
 from polyfed.algorithms.modalities.fedpmr import FedPmr
 from polyfed.algorithms.modalities.mfedmc import MFedMC
 from polyfed.algorithms.modalities.pepsy import Pepsy
+from polyfed.algorithms.modalities.pmcmfl import PmcmFL
 from polyfed.algorithms.partialfl.partialfl import PartialFL
 from polyfed.algorithms.personal.apfl import Apfl
 from polyfed.algorithms.personal.ditto import Ditto
@@ -86,6 +87,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "mfedmc": MFedMC,
     "fedmac": FedMac,
     "pepsy": Pepsy,
+    "pmcmfl": PmcmFL,
     "fedproto": FedProto,
     "fedamp": FedAmp,
     "fedfomo": FedFomo,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -20,7 +20,7 @@ MODEL_WIDTHS = ("embedding", "head", "attention_hidden")
 CONTROLS = ("controls", "controls_chosen")
 """Fields of the section that only the fusion `controlled` reads."""
 
-WITHOUT_MODULE = ("fusion", "embedding", "head", "dropout", "attention_hidden", "attention_heads", *CONTROLS)
+WITHOUT_MODULE = ("fusion", "embedding", "head", "dropout", "attention_hidden", "attention_heads", "absent", *CONTROLS)
 """Fields of the section that have no effect if it names a whole module."""
 
 ENCODER_WIDTHS = ("hidden", "channels", "widths", "feedforward")
@@ -47,6 +47,8 @@ class ModelSpec:
             the class or a module (docs/models.md).
         module_options: more arguments for the constructor of `module`.
         blocks: for each modality, prefixes of the parameter names in `module` that serve only this modality.
+        absent: what takes the place of the embedding of a modality that a row lacks: `zero`, or `prototypes`, a mean of
+            class prototypes. The method `pmcmfl`, which learns them, and evaluations of its models set it themselves.
         init: where the initial parameters come from (warm start): the folder of a run or of `Run.export`, or a
             safetensors file with names as in a Tree. Empty: they are drawn from the seed.
         init_blocks: the blocks that `init` fills, empty for all; the others are drawn from the seed.
@@ -66,6 +68,7 @@ class ModelSpec:
     module: Any = None
     module_options: Mapping[str, Any] = field(default_factory=dict)
     blocks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    absent: Literal["zero", "prototypes"] = "zero"
     init: str = ""
     init_blocks: tuple[str, ...] = ()
     freeze: tuple[str, ...] = ()
@@ -79,6 +82,7 @@ class ModelSpec:
             "controls_chosen": self._check_controls,
             "dropout": lambda: probability("[model] dropout", self.dropout),
             "head": lambda: sizes("[model] head", self.head),
+            "absent": lambda: one_of("[model] absent", self.absent, ("zero", "prototypes")),
         }
         for name in ("embedding", "attention_hidden", "attention_heads", "controls"):
             checks[name] = partial(whole, f"[model] {name}", getattr(self, name))
