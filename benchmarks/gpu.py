@@ -274,7 +274,7 @@ class Polyfed:
         spec = ModelSpec(encoders=dict.fromkeys(names, encoder), embedding=case.embedding)
         net = build_model(spec, case.shapes, case.classes, key=keys.key(1, "init"))
         self.looped: list[str] = []
-        self.ledger, replay = Ledger("gpu"), {key: changes.pop(key) for key in ("replay",) if key in changes}
+        self.ledger = Ledger("gpu")
         algorithm = ALGORITHMS["fedavg"](
             train=Train(lr=case.lr, batch_size=case.batch_size, **changes), selector=Uniform(participation=clients)
         )
@@ -289,7 +289,6 @@ class Polyfed:
             device=device,
             threads=0 if device.type == "cuda" else 1,
             emit=lambda name, **facts: self.looped.append(facts["reason"]) if name == "looped" else None,
-            **replay,
         )
         self.fed = Federation(runner.registry, runner, algorithm, runner.context(-1), first, seed=1, rounds=1_000_000)
         self.algorithm, self.state = algorithm, algorithm.init(self.fed, first)
@@ -577,26 +576,24 @@ def speed(tell: Tell, *, case: str, clients: int, precision: str, program: str, 
 
 
 def compiled(tell: Tell, *, case: str, clients: int, device: str) -> None:
-    """Time a step of a stack: direct, replayed as a program, and a plain step under `torch.compile`.
+    """Time a step of a stack: of polyfed, and a plain one with and without `torch.compile`.
 
     The steps of polyfed are the difference of two rounds with 3 and 12 epochs, so that what a round costs beside its
     steps does not count.
     """
     place, what = torch.device(device), (PRETENDED if device == "cpu" else CASES)[case]
-    facts: Facts = {}
-    for name, replay in (("polyfed, replayed", True), ("polyfed, direct", False)):
-        rounds = []
-        for epochs in (3, 12):
-            made = Polyfed(what, clients, "vectorised", place, epochs=epochs, replay=replay)
-            timed = Rounds(place, 10.0, most=5)
-            timed.start()
-            while True:
-                made.round()
-                if timed.next():
-                    break
-            rounds.append(timed.facts()["seconds"])
-        facts[name] = (rounds[1] - rounds[0]) / (9 * what.rows / what.batch_size)
-        tell(facts)
+    rounds = []
+    for epochs in (3, 12):
+        made = Polyfed(what, clients, "vectorised", place, epochs=epochs)
+        timed = Rounds(place, 10.0, most=5)
+        timed.start()
+        while True:
+            made.round()
+            if timed.next():
+                break
+        rounds.append(timed.facts()["seconds"])
+    facts = {"polyfed": (rounds[1] - rounds[0]) / (9 * what.rows / what.batch_size)}
+    tell(facts)
     step, state, batches = stacked_step(what, clients, place)
     for name, function in (("plain vmap", step), ("torch.compile", torch.compile(step))):
         began = time.perf_counter()
@@ -947,7 +944,7 @@ PARTS = {
     "tests": "Tests",
     "parity": "Largest relative difference from the CPU",
     "resume": "Resumed runs equal uninterrupted runs bit for bit",
-    "speed": "Seconds of a round (peak memory in MiB)",
+    "speed": "Seconds of a round [peak memory in MiB]",
     "compile": "Milliseconds of a step of a stack",
 }
 
@@ -961,27 +958,30 @@ def of_tests(entries: Sequence[Facts]) -> Iterator[str]:
 
 
 def of_parity(entries: Sequence[Facts]) -> Iterator[str]:
-    columns = [f"{engine}, {name}" for engine in ENGINES for name in ("plain", "BatchNorm and dropout")]
-    yield f"| method | {' | '.join(columns)} | ledgers equal |"
-    yield "|---|" + "---:|" * len(columns) + "---|"
-    for entry in entries:
-        cells = [entry["facts"].get(column) for column in columns]
-        shown = [f"{cell['model']:.1e}, {cell['local_states']:.1e}" if cell else "" for cell in cells]
-        equal = "yes" if all(cell and cell["ledgers_equal"] for cell in cells) else "**no**"
-        yield f"| {entry['name']} | {' | '.join(shown)} | {equal}{_failure(entry)} |"
+    """One row for each engine and kind of encoders, with the method that differs most."""
+    yield "| engine, encoders | global model | clients' local states |"
+    yield "|---|---:|---:|"
+    for engine, kind in itertools.product(ENGINES, ("plain", "BatchNorm and dropout")):
+        cells = {one["name"]: cell for one in entries if (cell := one["facts"].get(f"{engine}, {kind}"))}
+        if cells:
+            shown = []
+            for part in ("model", "local_states"):
+                apart, name = max((cell[part], name) for name, cell in cells.items())
+                shown.append(f"{apart:.1e} ({name})")
+            yield f"| {engine}, {kind} | {' | '.join(shown)} |"
+    equal = sum(all(c["ledgers_equal"] for c in one["facts"].values() if isinstance(c, dict)) for one in entries)
     yield ""
-    yield "Each cell has the global model and, behind the comma, the clients' local states."
+    yield f"{len(entries)} methods, two rounds each; the ledgers of {equal} are equal."
+    yield from (f"- {one['name']}:{_failure(one)}" for one in entries if one.get("failure"))
 
 
 ENGINES = ("sequential", "vectorised")
 
 
 def of_resume(entries: Sequence[Facts]) -> Iterator[str]:
-    yield "| run | equal |"
-    yield "|---|---|"
-    for entry in entries:
-        said = {True: "yes", False: "**no**", None: ""}[entry["facts"].get("equal")]
-        yield f"| {entry['name']} | {said}{_failure(entry)} |"
+    equal = sorted(one["name"] for one in entries if one["facts"].get("equal"))
+    yield f"{len(equal)} of {len(entries)} runs: {'; '.join(equal)}."
+    yield from (f"- {one['name']}: **differs**{_failure(one)}" for one in entries if not one["facts"].get("equal"))
 
 
 def of_speed(entries: Sequence[Facts]) -> Iterator[str]:
@@ -992,17 +992,19 @@ def of_speed(entries: Sequence[Facts]) -> Iterator[str]:
     for entry in entries:
         given, facts = entry["arguments"], entry["facts"]
         shown = f"{facts['seconds']:.4f}" if "seconds" in facts else ""
-        shown += " in its first rounds" if facts.get("rounds") == 0 else ""
-        shown += f" ({facts['peak_mib']:,.0f})" if "peak_mib" in facts else ""
+        shown += " (first rounds)" if facts.get("rounds") == 0 else ""
+        shown += f" [{facts['peak_mib']:,.0f}]" if "peak_mib" in facts else ""
         shown += f" one by one: {'; '.join(facts['looped'])}" if facts.get("looped") else ""
         row = rows.setdefault((given["case"], given["clients"], given["precision"]), {})
         row[given["program"]] = shown + _failure(entry)
     for (case, clients, precision), row in rows.items():
         yield f"| {case} | {clients:,} | {precision} | {' | '.join(row.get(program, '') for program in programs)} |"
+    yield ""
+    yield "*About*: not measured, from the rate of fewer clients."
 
 
 def of_compile(entries: Sequence[Facts]) -> Iterator[str]:
-    columns = ("polyfed, replayed", "polyfed, direct", "plain vmap", "torch.compile")
+    columns = ("polyfed", "plain vmap", "torch.compile")
     yield f"| model | {' | '.join(columns)} | seconds to compile |"
     yield "|---|" + "---:|" * (len(columns) + 1)
     for entry in entries:
@@ -1014,7 +1016,9 @@ def of_compile(entries: Sequence[Facts]) -> Iterator[str]:
 
 def _failure(entry: Facts) -> str:
     text = entry.get("failure", "").replace("|", "\\|").replace("\n", " ")
-    return f" {text}" if text.startswith("not measured") else f" **{text}**" if text else ""
+    if found := re.match(r"not measured: about (\d+) s", text):
+        return f"*about {found[1]}*"
+    return f" **{text}**" if text else ""
 
 
 TABLES: dict[str, Callable[[Sequence[Facts]], Iterator[str]]] = {

@@ -20,7 +20,7 @@ pytest.importorskip("cryptography", reason="the extra polyfed[device] is not ins
 
 from polyfed.core.errors import RecipeError, TransportError
 from polyfed.deploy.device import agent
-from polyfed.deploy.device.agent import Device, Tasks
+from polyfed.deploy.device.agent import APPS, MESSAGES, Device, Tasks
 from polyfed.transport.connection import TAKEN, TOO_LARGE
 
 OFFER = {"id": "0123456789abcdef.0123456789abcdef", "header": "{}", "body": {"sha256": "", "size": 0}}
@@ -85,7 +85,7 @@ def answered(how: str, tasks: Tasks, folder: Path, looks: int = 1000) -> tuple[S
     server, done = Server(), list[Any]()
     server.looks = looks
     Device(server, {"client": 0, "state": str(folder), "how": how}, tasks, 2**20, done.append).run()  # type: ignore[arg-type]
-    assert list((folder / "messages").iterdir()) == [], "nothing of the request is left"
+    assert list((folder / MESSAGES).iterdir()) == [], "nothing of the request is left"
     return server, done
 
 
@@ -118,7 +118,7 @@ def test_a_reply_that_was_made_under_another_policy_does_not_leave(changed: str,
     policy, server = tmp_path / "policy.toml", Server()
     policy.write_text("[egress.a]")
     device = device_in(tmp_path, server, tasks, policy=str(policy))
-    place = tmp_path / "messages" / str(OFFER["id"])
+    place = tmp_path / MESSAGES / str(OFFER["id"])
     place.mkdir(parents=True)
     (place / "reply").write_text("old")
     (place / "stamp").write_text(device._stamp() if changed != "stamp lost" else "")
@@ -136,14 +136,14 @@ def test_recipes_that_never_come_whole_do_not_fill_the_disk(tasks: Tasks, tmp_pa
     server.offers = [OFFER | {"app": {"sha256": f"{number:064x}", "size": 3}} for number in range(20)]
     device_in(tmp_path, server, tasks).run()
     assert server.fetched == 20
-    assert not list((tmp_path / "apps").iterdir())
-    assert not list((tmp_path / "messages").iterdir())
+    assert not list((tmp_path / APPS).iterdir())
+    assert not list((tmp_path / MESSAGES).iterdir())
 
 
 def test_a_damaged_recipe_on_the_disk_is_fetched_again(tasks: Tasks, tmp_path: Path) -> None:
     app, server = OFFER["app"]["sha256"], Server()  # type: ignore[index]
-    (tmp_path / "apps").mkdir()
-    (tmp_path / "apps" / app).write_bytes(b"")  # the power failed after it had been named
+    (tmp_path / APPS).mkdir()
+    (tmp_path / APPS / app).write_bytes(b"")  # the power failed after it had been named
     device_in(tmp_path, server, tasks).run()
     assert (server.fetched, server.replies) == (1, [b"reply"])
     server = Server()
@@ -151,7 +151,7 @@ def test_a_damaged_recipe_on_the_disk_is_fetched_again(tasks: Tasks, tmp_path: P
     assert (server.fetched, server.replies) == (0, [b"reply"]), "a whole one is not"
 
 
-@pytest.mark.parametrize("what", ["messages", "apps", "messages/{id}", "messages/{id}/header", "apps/{app}"])
+@pytest.mark.parametrize("what", [MESSAGES, APPS, f"{MESSAGES}/{{id}}", f"{MESSAGES}/{{id}}/header", f"{APPS}/{{app}}"])
 def test_a_link_in_the_state_folder_is_not_written_through(
     what: str, tasks: Tasks, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -159,7 +159,7 @@ def test_a_link_in_the_state_folder_is_not_written_through(
     state, elsewhere, server = tmp_path / "state", tmp_path / "elsewhere", Server()
     link = state / what.format(id=OFFER["id"], app=OFFER["app"]["sha256"])  # type: ignore[index]
     link.parent.mkdir(parents=True)
-    if what.count("/") == 2 or what.startswith("apps/"):
+    if what.count("/") == 2 or what.startswith(f"{APPS}/"):
         elsewhere.write_text("precious")
     else:
         elsewhere.mkdir()
@@ -171,7 +171,7 @@ def test_a_link_in_the_state_folder_is_not_written_through(
 def test_only_its_user_reads_the_state_folder_and_one_process_uses_it(tasks: Tasks, tmp_path: Path) -> None:
     server, state = Server(), tmp_path / "new" / "state"
     device_in(state, server, tasks).run()
-    assert [path.stat().st_mode & 0o077 for path in (state, state / "messages", state / "apps")] == [0, 0, 0]
+    assert [path.stat().st_mode & 0o077 for path in (state, state / MESSAGES, state / APPS)] == [0, 0, 0]
     with agent.alone_in(state):
         other = device_in(state, Server(), tasks)
         other.run()
@@ -180,6 +180,16 @@ def test_only_its_user_reads_the_state_folder_and_one_process_uses_it(tasks: Tas
     other = device_in(tmp_path / "link", Server(), tasks)
     other.run()
     assert other.failed == RecipeError.exit_code
+
+
+def test_no_name_of_a_run_is_that_of_a_folder_of_the_device(tasks: Tasks, tmp_path: Path) -> None:
+    """Else a server could have the device delete the ledger of a run, by its name."""
+    from polyfed.engines.protocol import RUN_NAME
+
+    device_in(tmp_path, Server(), tasks).run()
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {MESSAGES, APPS} < names
+    assert [name for name in names if RUN_NAME.fullmatch(name)] == []
 
 
 def test_no_fault_ends_a_device(tasks: Tasks, tmp_path: Path, monkeypatch: Any) -> None:

@@ -895,6 +895,69 @@ def test_somebody_in_between_with_another_certificate_does_not_end_a_device_that
     assert found[0]["id"]
 
 
+class Proxy:
+    """A proxy that keeps what passes through it, or answers in place of the server."""
+
+    def __init__(self, answers: bytes = b"") -> None:
+        self.seen, self.answers = bytearray(), answers
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        Thread(target=self.serve, daemon=True).start()
+
+    def serve(self) -> None:
+        with suppress(OSError):
+            while True:
+                line, _ = self.listening.accept()
+                Thread(target=self.relay, args=(line,), daemon=True).start()
+
+    def relay(self, line: socket.socket) -> None:
+        with line, suppress(OSError):
+            head = b""
+            while b"\r\n\r\n" not in head:
+                head += line.recv(2**12)
+            self.seen += head
+            line.sendall(b"HTTP/1.1 200 ok\r\n\r\n" + self.answers)
+            if self.answers:
+                self.seen += line.recv(2**16)
+                return
+            host, _, port = head.split()[1].decode().rpartition(":")
+            with socket.create_connection((host, int(port))) as further:
+                back = Thread(target=self.pass_on, args=(further, line), daemon=True)
+                back.start()
+                self.pass_on(line, further)
+
+    def pass_on(self, one: socket.socket, other: socket.socket) -> None:
+        with suppress(OSError):
+            while piece := one.recv(2**16):
+                self.seen += piece
+                other.sendall(piece)
+            other.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_proxy_reads_no_message_and_cannot_answer_for_the_server(
+    federation: Federation, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("no_proxy", "")
+    proxy, name = Proxy(), federation.asked()
+    monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{proxy.listening.getsockname()[1]}")
+    device = federation.device(0)
+    assert device.next() is not None
+    assert device.send(name, reply_in(tmp_path, BODY)) == connection.TAKEN
+    seen = bytes(proxy.seen)
+    assert seen.startswith(f"CONNECT 127.0.0.1:{federation.port} ".encode())
+    for secret in (device._token.encode(), federation.names[0].encode(), b"want", BODY[:64], b"/v1/"):
+        assert secret not in seen
+    device.close()
+    proxy.listening.close()
+    for answers in (b"HTTP/1.1 200 ok\r\ncontent-length: 2\r\n\r\n{}", b"\x16\x03\x03\x00\x02\x00\x00"):
+        hostile = Proxy(answers)
+        monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{hostile.listening.getsockname()[1]}")
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            device._once("GET", "/v1/next")
+        assert device._token.encode() not in bytes(hostile.seen)
+        device.close()
+        hostile.listening.close()
+
+
 def test_a_link_in_place_of_a_file_of_a_message_is_not_written_through(hostile: Any, tmp_path: Path) -> None:
     server = hostile(lambda handler: said(handler, 200, b"evil"))
     (tmp_path / "body").symlink_to(tmp_path / "precious")

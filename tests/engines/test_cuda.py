@@ -70,7 +70,7 @@ def test_a_method_trains_the_same_models_on_a_gpu(name: str, encoders: Any, engi
 
 
 def many_steps(**options: Any) -> Recipe:
-    """FedAvg with enough steps in a round for programs (`training/programs/replay.py`)."""
+    """FedAvg with enough steps in a round for programs on a CPU (`training/programs/replay.py`)."""
     train = Train(lr=0.05, batch_size=4, epochs=8, **options)
     made = world("fedavg", "vectorised", ENCODERS, train=train)
     return there(replace(made, rounds=2))
@@ -80,10 +80,17 @@ def model_of(made: Recipe) -> dict[str, torch.Tensor]:
     return on_cpu(params(played(made)[1]))
 
 
-def test_programs_give_the_models_of_direct_steps_on_a_gpu() -> None:
+@real
+def test_a_stack_that_does_not_fit_the_gpu_runs_one_by_one_and_says_how_to_limit_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made = many_steps()
-    direct = replace(made, engine=replace(made.engine, replay=False))
-    assert furthest(model_of(direct), model_of(made)) < 1e-4
+    whole = model_of(replace(made, engine=replace(made.engine, stack=1)))
+    monkeypatch.setattr("polyfed.engines.vectorised.vmap", lambda *_, **__: torch.empty(2**50, device=GPU))
+    said: list[str] = []
+    monkeypatch.setattr("polyfed.engines.vectorised.Vectorised.looped", lambda _, request, reason: said.append(reason))
+    assert furthest(whole, model_of(replace(made, engine=replace(made.engine, debug=False)))) < 1e-6
+    assert "[engine] stack = 1" in said[0]
 
 
 WITH_WORKERS = """

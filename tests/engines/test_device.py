@@ -146,17 +146,17 @@ def test_a_run_whose_features_do_not_fit_the_device_equals_the_one_on_the_cpu(
         assert outcome(run(there(made))) == expected
 
 
-def test_programs_read_features_that_do_not_fit_the_device() -> None:
+def test_a_gpu_trains_without_programs_wherever_the_features_are() -> None:
     made = replace(small("fedavg"), engine=EngineSpec(name="vectorised"), rounds=2)
-    train = replace(made.algorithm.train, epochs=8, batch_size=4)  # enough steps for programs
+    train = replace(made.algorithm.train, epochs=8, batch_size=4)  # enough steps for programs on a CPU
     made = there(replace(made, algorithm=replace(made.algorithm, train=train)))
     with patch("polyfed.training.programs.replay.rewrite", wraps=rewrite) as programs, elsewhere():
-        resident, num_programs = outcome(run(made)), programs.call_count
+        resident = outcome(run(made))
         with full():
             assert outcome(run(made)) == resident
         with small_memory():
             assert outcome(run(made)) == resident
-    assert programs.call_count == 3 * num_programs > 0
+    assert programs.call_count == 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from engines.test_own_processes import PATIENCE, OwnFederation
 from polyfed.core.errors import TransportError
 from polyfed.deploy.app_folder import write_job
 from polyfed.deploy.device.store import STORE
+from polyfed.engines.protocol import RUN_NAME
 from polyfed.engines.queued import QueueTransport
 from polyfed.experiment.evaluate import job_of
 from refusals import refuses
@@ -152,6 +153,8 @@ def test_noise_of_the_devices_is_booked_once_although_the_run_was_interrupted(tm
         for client in range(3):
             with sqlite3.connect(federation.state(client) / STORE) as rows:
                 assert rows.execute("SELECT unit, times FROM spent").fetchall() == [("client", 2)]
+            names = [path.name for path in federation.state(client).iterdir() if RUN_NAME.fullmatch(path.name)]
+            assert len(names) == 1, "a server that names a run gets no other file or folder of the device"
 
 
 def test_a_warm_start_goes_on_after_an_interruption_and_its_model_is_evaluated_on_devices(

@@ -262,8 +262,19 @@ def test_the_gpu_script_goes_on_after_items_that_fail_hang_or_die(tmp_path: Path
     assert all(facts["seconds"] > 0 for facts in times.values())
     page = (tmp_path / "gpu.md").read_text()
     assert "**these are no figures of a GPU**" in page
-    assert "| fedavg | 0.0e+00, 0.0e+00 |" in page
+    assert "| vectorised, plain | 0.0e+00 (fedavg) | 0.0e+00 (fedavg) |" in page
     assert "- `hang`: 1 so far **stopped after 2 s**" in page
+    with pretended(tmp_path, "--resume", "--only", only) as running:
+        assert running.wait(60) == 0
+    again = json.loads((tmp_path / "gpu.json").read_text())
+    assert {entry["name"] for entry in again["items"]} == {entry["name"] for entry in good}
+    assert [entry for entry in again["items"] if entry["part"] == "speed"] == [
+        entry for entry in good if entry["part"] == "speed"
+    ]
+
+
+def test_the_gpu_script_runs_tests_that_exist() -> None:
+    assert (ROOT / runpy.run_path(str(ROOT / "benchmarks" / "gpu.py"))["TESTS"]).exists()
 
 
 def test_a_gpu_script_that_is_stopped_keeps_what_it_has(tmp_path: Path) -> None:

@@ -9,14 +9,16 @@ engine emits the event `looped`.
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import OutOfMemoryError, Tensor
 from torch.func import vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from typing_extensions import override
 
 from polyfed.core.errors import RecipeError
@@ -60,7 +62,7 @@ class Vectorised(InProcess):
     Args:
         stack: largest number of clients in a stack. If it is 0, the rules of `engines/stack_division.py` decide, and
             models with large 2-d convolutions run one client at a time on a CPU.
-        replay: whether training steps are traced, rewritten and replayed.
+        replay: whether training steps on a CPU are traced, rewritten and replayed.
     """
 
     name = "vectorised"
@@ -68,7 +70,9 @@ class Vectorised(InProcess):
 
     def __init__(self, *args: Any, stack: int = 0, replay: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.stack, self.replay = stack, replay
+        # on a GPU, a program is no faster than direct steps, and making it takes up to six times the memory of a step
+        # (docs/results/gpu.md)
+        self.stack, self.replay = stack, replay and self.trains_on.type == "cpu"
         self._noted: set[str] = set()
 
     @override
@@ -110,12 +114,14 @@ class Vectorised(InProcess):
     def _fitting(self, group: list[int]) -> int:
         """Return how many of these clients fit the memory budget.
 
-        A client needs memory for its parameters, gradients, two moments and the activations of a step.
+        A client needs memory for its parameters, gradients, two moments, and the samples and activations of a step.
         """
-        context = self.context(group[0])
+        context, rows = self.context(group[0]), self.algorithm.train.batch_size
         sample = sum(4 * math.prod(self.columns.modalities[m].shape) for m in context.modalities)
-        # activations: 12 times the input is a rough upper bound for the encoders in model/encoders/catalogue.py
-        batch = (self.algorithm.train.batch_size or int(self.registry.num_rows[group[-1]])) * sample * 12
+        # on a CPU a rough bound is enough: there the cache and the cores limit a stack long before the memory does
+        on_cpu = self.trains_on.type == "cpu"
+        step = 12 * sample if on_cpu else sample + self.model.activation_bytes(context.modalities)
+        batch = (rows or int(self.registry.num_rows[group[-1]])) * step
         return max(1, stack_bytes(self.trains_on) // (4 * size_bytes(context.initial) + batch + 1))
 
     def _fastest(self, request: Request, group: list[int]) -> int:
@@ -201,13 +207,14 @@ class StackExchange(Exchange):
             with only_the_gate_refuses(request), inputs.unchanged():
                 lanes = torch.arange(len(self.group), device=engine.device)
                 dims = 0, self.local_dims, self.field_dims
-                values, after, work = vmap(one, in_dims=dims)(lanes, self.before, self.fields)
+                with separate_attention():
+                    values, after, work = vmap(one, in_dims=dims)(lanes, self.before, self.fields)
             engine.count_given(request, self.group, work)
             leaving = inputs.apart(self.protected(_without_padding(reply_type[0](**values)), after))
         except Exception as error:
             if self.ends_the_run(error):
                 raise
-            engine.looped(request, reason_of(error))
+            engine.looped(request, too_large(self.group) if isinstance(error, OutOfMemoryError) else reason_of(error))
             if engine.clock is not None:
                 engine.clock.forget(request.number, self.group)
             return None
@@ -241,6 +248,32 @@ class StackExchange(Exchange):
     def keep(self) -> None:
         if self.left is not None:
             self.engine.keep(dict(zip(self.group, self.left, strict=True)))
+
+
+@contextmanager
+def separate_attention() -> Iterator[None]:
+    """Compute attention as separate matrix products in this block.
+
+    `vmap` has no rule for the gradients of PyTorch's fused attention and computes them client by client, which takes
+    four times as long on a GPU (docs/results/gpu.md).
+    """
+    cuda = torch.backends.cuda
+    allowed = cuda.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]
+    # otherwise PyTorch mixes bfloat16 with float32 here under autocast, on a CPU too, and refuses the product
+    cuda.allow_fp16_bf16_reduction_math_sdp(True)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        cuda.allow_fp16_bf16_reduction_math_sdp(allowed)
+
+
+def too_large(group: Unit) -> str:
+    """The reason in the event `looped` for a stack that does not fit the memory of the GPU."""
+    half = max(1, len(group) // 2)
+    return (
+        f"{len(group)} clients in one stack need more memory than the GPU has; [engine] stack = {half} limits a stack"
+    )
 
 
 def _form(msg: Message) -> Any:

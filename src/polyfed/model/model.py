@@ -17,7 +17,7 @@ from polyfed.model.fusion import Fusion, masked
 from polyfed.model.modules.layers import BatchNorm, Dropout, Rows
 from polyfed.model.modules.parameter_slots import Naming, Slots, as_it_is
 from polyfed.model.modules.recompute import Recompute
-from polyfed.model.modules.seeded_modules import flops_of, leaves, made
+from polyfed.model.modules.seeded_modules import flops_of, leaves, made, result_bytes_of
 
 _NORMS = (
     BatchNorm,
@@ -28,6 +28,11 @@ _NORMS = (
 )
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def _in_float32(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Let a norm compute in float32 under autocast. `vmap` has no gradients of a norm whose input has another type."""
+    return tuple(arg.float() if isinstance(arg, Tensor) and arg.dtype is torch.bfloat16 else arg for arg in args)
 
 
 class Block(nn.Module):
@@ -95,6 +100,9 @@ class Model:
         self._encoded: dict[str, tuple[int, ...]] = {}
         layers = self.layers().values()
         rows.follow(layers)
+        for layer in layers:
+            if isinstance(layer, _NORMS):
+                layer.register_forward_pre_hook(_in_float32)
         self.has_batchnorm = any(isinstance(layer, BatchNorm) and layer.training for layer in layers)
         self.has_modes = any(
             isinstance(layer, BatchNorm | Dropout) or not type(layer).__module__.startswith(("torch.nn.", "polyfed."))
@@ -125,6 +133,14 @@ class Model:
             return flops_of(lambda: self._features(batch)) + self.part_flops(block)
         z = self._features(batch)
         return flops_of(lambda: self._fuse(z, batch)) - sum(map(self.part_flops, self.modalities))
+
+    def activation_bytes(self, modalities: Iterable[str]) -> int:
+        """Bytes of the results of all operations in the forward pass of one sample with these modalities.
+
+        The backward pass needs most of them, so this is about the memory of a training step beside the parameters.
+        """
+        batch = self.zero_batch(1, modalities)
+        return result_bytes_of(lambda: self._fuse(self._features(batch), batch))
 
     def part_flops(self, modality: str) -> int:
         """Count the operations of a modality's own part of the first fusion layer, for one sample."""

@@ -67,6 +67,7 @@ class Hub:
         keys: the keys of the devices that may take part.
         certificates: returns the server's certificates (DER) that a device may have seen.
         admit: called with the other end of a connection and the device that has made a call on it.
+        hang_up: ends all connections.
     """
 
     def __init__(
@@ -75,8 +76,10 @@ class Hub:
         keys: Keys,
         certificates: Callable[[], Sequence[bytes]],
         admit: Callable[[Peer, str], None] = lambda peer, device: None,
+        hang_up: Callable[[], None] = lambda: None,
     ) -> None:
-        self.queue, self.logins, self.certificates, self.admit = queue, Logins(keys), certificates, admit
+        self.queue, self.logins, self.certificates = queue, Logins(keys), certificates
+        self.admit, self.hang_up = admit, hang_up
         self.ended = False
         self.online: dict[str, float] = {}  # device -> time of its last contact
         self._calls: Counter[str] = Counter()  # calls of each device that go on
@@ -406,7 +409,9 @@ class _Ending(uvicorn.Server):
         await super().shutdown(sockets)
         for connection in list(self.server_state.connections):  # of devices that do not close them
             vars(connection)["transport"].abort()
-        await asyncio.sleep(0)
+        self.hub.hang_up()
+        for _ in range(3):  # until the transports have noticed
+            await asyncio.sleep(0)
 
 
 class HubServer:
@@ -442,7 +447,7 @@ class HubServer:
         keys = Keys(credentials)
         keys.look()
         self.seen = [_certificate(credentials)]
-        self.hub = Hub(queue, keys, lambda: self.seen, self.socket.admit)
+        self.hub = Hub(queue, keys, lambda: self.seen, self.socket.admit, self.socket.end)
         self.server = _Ending(self._config(self.hub, host, port, tls=True), self.hub)
         self.others: list[uvicorn.Server] = []
 

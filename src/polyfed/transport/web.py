@@ -23,7 +23,7 @@ HEAD_SECONDS = 30
 """Seconds within which the headers of a call must have come, so that nobody holds a connection without a call. A body
 that the answer did not wait for gets as long."""
 
-MOST_STRANGERS, MOST_OF_ONE = 200, 4
+MOST_STRANGERS, MOST_OF_ONE = 500, 4
 """Most connections on which nobody has logged in, and most of one device. One more ends the oldest of its kind, so
 that whoever holds connections keeps nobody out. A device uses one; its others are left over from a broken line."""
 
@@ -179,6 +179,11 @@ class Listener(socket.socket):
         mine[peer] = None
         if len(mine) > MOST_OF_ONE:
             self._end(next(iter(mine)))
+
+    def end(self) -> None:
+        """End all connections, those that have not finished their handshake too."""
+        for peer in list(self._open):
+            self._end(peer)
 
     def _end(self, peer: Peer) -> None:
         """End a connection. Its transport notices that, and closes it."""

@@ -50,6 +50,10 @@ KEPT_APPS = 8
 PAUSE_SECONDS = 10.0
 """How long a device waits after a message that it could not answer, and which the server will offer again."""
 
+MESSAGES, APPS = "agent.messages", "agent.apps"
+"""Folders in the state folder. No server can choose these names for a run, whose folder lies beside them: they have a
+dot, and names of runs have none (`polyfed.engines.protocol.RUN_NAME`)."""
+
 LOST = "the process of its task was killed twice, for example because the device has too little memory"
 
 LOGGER = logger_of("device", "stderr")
@@ -246,7 +250,7 @@ class Device:
 
     def _answer(self, offer: Offer) -> None:
         self.tasks.prepare()
-        place = private_folder(private_folder(self.state / "messages") / offer.id)
+        place = private_folder(private_folder(self.state / MESSAGES) / offer.id)
         for old in place.parent.iterdir():  # a folder that is left is of a process that was killed
             if old != place:
                 shutil.rmtree(old, ignore_errors=True)
@@ -273,7 +277,7 @@ class Device:
         """Write what a request carries to files. Return why it is refused, or "", or None if nobody waits for it."""
         with open(place / "header", "w", encoding="ascii", opener=without_links) as file:
             file.write(offer.header)
-        apps, (app, app_size), (body, size) = private_folder(self.state / "apps"), offer.app, offer.body
+        apps, (app, app_size), (body, size) = private_folder(self.state / APPS), offer.app, offer.body
         if app_size > LARGEST_APP or size > self.limit:
             most = LARGEST_APP if app_size > LARGEST_APP else self.limit
             return f"the message is too large: {max(app_size, size)} bytes, and this device fetches at most {most}"
@@ -310,7 +314,7 @@ class Device:
         for why in tries:
             with open(place / "stamp", "w", opener=without_links) as file:
                 file.write(self._stamp())
-            task = {"folder": str(place), "app": str(self.state / "apps" / offer.app[0])}
+            task = {"folder": str(place), "app": str(self.state / APPS / offer.app[0])}
             running = self.tasks.begin(**task, config=self.config, refusal=why)
             while not running.ended.wait(LOOK_SECONDS):
                 if not self.connection.is_open(offer.id):

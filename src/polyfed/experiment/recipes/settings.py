@@ -27,9 +27,9 @@ class EngineSpec:
             operations that worker processes cannot share (docs/performance.md).
         stack: largest number of clients in one stack of the vectorised engine. With 0 it follows from a memory budget,
             and on a CPU clients with large 2-d convolutions, which are slower in a stack, run one by one.
-        replay: whether the vectorised engine records, rewrites and replays a training step, which is faster; the last
-            bits may differ. A loss of yours may then read only its arguments (parameters and batch) and the variables
-            that it closes over.
+        replay: whether the vectorised engine records, rewrites and replays a training step on a CPU, which is faster;
+            the last bits may differ. A loss of yours may then read only its arguments (parameters and batch) and the
+            variables that it closes over.
         min_replies: least number of replies, of all clients if fewer are asked; with fewer, the run ends with exit code
             4.
         outlier_factor: the server drops a reply whose update is more than this many times as large as the replies'

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from polyfed.core import keys
@@ -75,6 +77,32 @@ def flops_of(call: Callable[[], object]) -> int:
     with torch.no_grad(), counter:
         call()
     return counter.total
+
+
+def result_bytes_of(call: Callable[[], object]) -> int:
+    """Count the bytes of the results of a call's operations that are no views.
+
+    Attention counts as its separate matrix products, which is how a stack of clients computes it.
+    """
+    counter = _Results()
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
+        call()
+    return counter.total
+
+
+class _Results(SeesOperations):
+    """Adds up the bytes of the results of all operations that allocate memory for them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Perform an operation and count it."""
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.total += sum(leaf.nbytes for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor))
+        return out
 
 
 class _Counter(SeesOperations):
