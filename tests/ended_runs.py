@@ -34,6 +34,7 @@ HEADED = ("partialfl all", "split-learning u-shaped", "splitfed u-shaped")
 CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in ROWS} | {
     "fedproto original": ("fedproto", {"mode": "original", "feature_norm": 2.0}),
     "fedproto original logits": ("fedproto", {"mode": "original", "predict_by": "logits"}),
+    "pmcmfl mfcpl": ("pmcmfl", {"variant": "mfcpl"}),
     "fedmsplit block_mean": ("fedmsplit", {"mode": "block_mean"}),
     "partialfl all": ("partialfl", {"global_model": "all"}),
     "split-learning u-shaped": ("split-learning", {"u_shaped": True}),

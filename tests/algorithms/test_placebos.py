@@ -35,6 +35,8 @@ CASES = [
     ("vfl", "shuffled"),
     ("fedogm", "constant"),
     ("mfedmc", "random-blocks"),
+    ("pmcmfl", "random-class"),
+    ("pmcmfl", "mean"),
     ("feddyn", "random"),
     ("fednova", "shuffled"),
     ("ditto", "initial"),

@@ -175,7 +175,18 @@ def test_every_averaging_method_keeps_private_blocks_or_says_why_not(name: str) 
         method = algorithm(name, private=("shared",), **options)
     except RecipeError as error:
         assert "replaces" in str(error) or "fedproto" in str(error)  # noqa: PT017
-        assert name in ("apfl", "cmsfed", "ditto", "fedmsplit", "fedpmr", "fedproto", "mfedmc", "partialfl", "pfedme")
+        assert name in (
+            "apfl",
+            "cmsfed",
+            "ditto",
+            "fedmsplit",
+            "fedpmr",
+            "fedproto",
+            "mfedmc",
+            "partialfl",
+            "pfedme",
+            "pmcmfl",
+        )
         return
     if name == "hfl":
         return  # one modality; its laws are those of fedavg

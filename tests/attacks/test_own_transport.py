@@ -462,7 +462,16 @@ def test_a_revoked_device_gets_no_request_and_its_reply_does_not_count(
     with refuses(TransportError, "key of this"):
         device.send(name, reply_in(tmp_path, BODY))
     assert federation.state(name) == OPEN
-    other, found = federation.device(1), list[Any]()
+    other, found, looked = federation.device(1), list[Any](), list[str]()
+    queue = federation.server.hub.queue
+    next_for = queue.next_for
+
+    def looking(device: str) -> Any:
+        request = next_for(device)
+        looked.append(device)
+        return request
+
+    monkeypatch.setattr(queue, "next_for", looking)
 
     def waits() -> None:
         with suppress(TransportError):
@@ -470,7 +479,7 @@ def test_a_revoked_device_gets_no_request_and_its_reply_does_not_count(
 
     thread = Thread(target=waits)
     thread.start()
-    while federation.names[1] not in federation.server.hub._wake:
+    while federation.names[1] not in looked:  # it waits
         time.sleep(0.01)
     keys.known.pop(federation.names[1])
     federation.asked(1)
@@ -730,7 +739,7 @@ class Hostile:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(self.folder / "server.pem", self.folder / "server.key")
         self.server.socket = context.wrap_socket(self.server.socket, server_side=True, do_handshake_on_connect=False)
-        Thread(target=self.server.serve_forever, daemon=True).start()
+        Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
         self.stop = Event()
         key = PrivateKey(self.folder / "node-0.key")
         address = f"127.0.0.1:{self.server.server_address[1]}"

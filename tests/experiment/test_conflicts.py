@@ -59,6 +59,7 @@ def selecting(selector: Uniform) -> Callable[[], Recipe]:
 AMPLIFIED = {"amplification": True}
 CASES: list[tuple[tuple[str, str, str], Callable[[], Recipe]]] = [
     (("", "task.name", ""), of("fedproto", task={"name": "regression"})),
+    (("", "model.absent", ""), of("fedavg", model={"absent": "prototypes"})),
     (("", "train.modality_dropout", ""), of("creamfl", train={"modality_dropout": 0.2})),
     (
         ("", "train.modality_dropout", "[task] name = 'retrieval'"),

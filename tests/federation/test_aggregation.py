@@ -160,6 +160,7 @@ OPTIONS = {
     "fedproto": {"mode": "mm_fedavg"},
     "fedmsplit": {"mode": "block_mean"},
     "fedogm": {"scale_params": "all_weights"},
+    "pmcmfl": {"contrast": 0.1},
     "mfedmc": {"uploads": 2, "client_share": 1.0},
     "fedcouncil": {"anchor": False, "own": False, "adapted": 0, "unimodal": False},  # needs no validation rows
 }

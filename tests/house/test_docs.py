@@ -174,7 +174,7 @@ def checks_something(one: ast.FunctionDef) -> bool:
         for node in ast.walk(statement):
             if isinstance(node, ast.Assert) and any(isinstance(n, ast.Name) for n in ast.walk(node.test)):
                 return True
-            if isinstance(node, ast.Call) and re.search(r"\b(raises|fail)$", ast.unparse(node.func)):
+            if isinstance(node, ast.Call) and re.search(r"\b(raises|refuses|fail)$", ast.unparse(node.func)):
                 return True
     return False
 
@@ -259,3 +259,5 @@ def test_a_test_that_shows_nothing_is_found(test: str) -> None:
     assert idle_tests(ROOT, {"test_a"}, test) == {"test_a"}
     shown = "def helper(x): assert x\n@pytest.mark.parametrize('x', [1])\ndef test_a(x): helper(x)"
     assert not idle_tests(ROOT, {"test_a"}, shown)
+    refused = "def test_a():\n    with refuses(ValueError, 'noun'):\n        f()"
+    assert not idle_tests(ROOT, {"test_a"}, refused), "tests.refusals.refuses asserts too"

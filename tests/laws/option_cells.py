@@ -118,6 +118,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in 
     "pfmml": ("pfmml", {"uploads": 2}),
     "fedpmr without per": ("fedpmr", {"per": False}),
     "fedproto original": ("fedproto", {"mode": "original"}),
+    "pmcmfl mfcpl": ("pmcmfl", {"variant": "mfcpl"}),
     "fedmsplit block mean": ("fedmsplit", {"mode": "block_mean"}),
     "cmsfed quantile": ("cmsfed", {"ratio_rule": "quantile", "gradient_split": "exact"}),
     "cmsfed without selection": ("cmsfed", {"modality_selection": False}),

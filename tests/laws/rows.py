@@ -55,6 +55,7 @@ ROWS: dict[str, Row] = {
     "fedogm": Row({"scale_params": "all_weights"}),
     "fedpmr": Row({"per": True}),
     "mfedmc": Row({"uploads": 1, "client_share": 0.6}),
+    "pmcmfl": Row({"contrast": 0.1}, PROTOTYPES),
     "fedproto": Row({}, PROTOTYPES),
     "fedamp": Row({"uploads": 4, "alpha": 10.0, "sigma": 100.0}),
     "fedfomo": Row({"uploads": 3}),

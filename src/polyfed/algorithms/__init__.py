@@ -35,6 +35,7 @@ from polyfed.algorithms.modalities.fedmsplit import FedMSplit
 from polyfed.algorithms.modalities.fedogm import FedOgm
 from polyfed.algorithms.modalities.fedpmr import FedPmr
 from polyfed.algorithms.modalities.mfedmc import MFedMC
+from polyfed.algorithms.modalities.pmcmfl import PmcmFL
 from polyfed.algorithms.partialfl.partialfl import PartialFL
 from polyfed.algorithms.personal.apfl import Apfl
 from polyfed.algorithms.personal.ditto import Ditto
@@ -82,6 +83,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedogm": FedOgm,
     "fedpmr": FedPmr,
     "mfedmc": MFedMC,
+    "pmcmfl": PmcmFL,
     "fedproto": FedProto,
     "fedamp": FedAmp,
     "fedfomo": FedFomo,

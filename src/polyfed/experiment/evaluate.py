@@ -45,7 +45,8 @@ from polyfed.experiment.running.assembly import Assembly, assemble
 from polyfed.experiment.running.events import Emitter
 from polyfed.experiment.running.loop import execute
 from polyfed.experiment.running.run_state import BEST, load_content
-from polyfed.experiment.running.warm_start import DESCRIPTION
+from polyfed.experiment.running.warm_start import DESCRIPTION, values_in
+from polyfed.model.stand_ins import is_prototype
 from polyfed.objective import Classification, MultiLabel, Objective, Ordinal
 from polyfed.objective.report import log_odds
 from polyfed.report.pages.evaluation import page
@@ -227,10 +228,12 @@ def job_of(
     base = recipe_of(recipe)
     columns = {name: list(values) for name, values in (groups or {}).items()}
     method = Evaluate(rows=rows, groups=columns, evaluation=EvaluationSpec(every=1))
+    init = path / "checkpoint" / BEST if best else path
+    absent: Any = "prototypes" if any(map(is_prototype, values_in(init))) else base.model.absent
     return replace(
         base,
         algorithm=method,
-        model=replace(base.model, init=str(path / "checkpoint" / BEST if best else path), init_blocks=(), freeze=()),
+        model=replace(base.model, init=str(init), init_blocks=(), freeze=(), absent=absent),
         rounds=1,
         stop=StopSpec(),
         attack=None,

@@ -18,6 +18,7 @@ from polyfed.model.modules.layer_replacement import adopt
 from polyfed.model.modules.layers import Rows
 from polyfed.model.modules.seeded_modules import draws_watched
 from polyfed.model.spec import ModelSpec
+from polyfed.model.stand_ins import PROTOTYPES, ClassPrototypes
 from polyfed.model.trial_calls import check_trial_calls
 from polyfed.model.user_classes import called, described, fusion_class
 from polyfed.model.whole_module import build_whole
@@ -64,10 +65,25 @@ def build_model(
     factories = {
         name: _frozen_factory(_block_factory(name, shapes[name], spec, width, rows), name, kept) for name in read
     }
+    if spec.absent == "prototypes":
+        factories = {name: _completing(make, num_classes, spec.embedding) for name, make in factories.items()}
     shared = _frozen_factory(_shared_factory(spec, num_classes, read[0], rows), SHARED, kept)
     model = Model(factories, shared, rows, shapes, num_classes, key)
     _check_outputs(model, spec)
+    for name in read if spec.absent == "prototypes" else ():
+        model.encoded_shape(name)  # needed in calls under vmap, in which it cannot be found
     return model
+
+
+def _completing(make: Callable[[], Block], classes: int, embedding: int) -> Callable[[], Block]:
+    """Return a factory of the block with prototypes, which also change in a block that is frozen."""
+
+    def made() -> Block:
+        block = make()
+        block.prototypes = ClassPrototypes(classes, embedding)
+        return block
+
+    return made
 
 
 def _check_identifiers(inputs: Mapping[str, Shape]) -> None:
@@ -111,7 +127,7 @@ def _frozen_factory(make: Callable[[], _M], block: str, kept: Mapping[str, Tree]
     Raises:
         ModelError: the values do not fit the block. The text names each tensor that does not.
     """
-    values = under(block, kept.get(block, {}))
+    values = {n: v for n, v in under(block, kept.get(block, {})).items() if not n.startswith(f"{PROTOTYPES}.")}
     if not values:
         return make
 

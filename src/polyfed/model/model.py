@@ -5,6 +5,7 @@ Shape letters: `B` rows, `E` width of the embedding, `T` time steps, `C` classes
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -18,6 +19,7 @@ from polyfed.model.modules.layers import BatchNorm, Dropout, Rows
 from polyfed.model.modules.parameter_slots import Naming, Slots, as_it_is
 from polyfed.model.modules.recompute import Recompute
 from polyfed.model.modules.seeded_modules import flops_of, leaves, made, result_bytes_of
+from polyfed.model.stand_ins import ClassPrototypes, names_of, placed, stand_ins
 
 _NORMS = (
     BatchNorm,
@@ -36,11 +38,11 @@ def _in_float32(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class Block(nn.Module):
-    """The block of one modality: its encoder, and its part of the first fusion layer (or None)."""
+    """The block of one modality: its encoder, its part of the first fusion layer, and its prototypes, each or None."""
 
-    def __init__(self, encoder: nn.Module, fusion: nn.Module | None) -> None:
+    def __init__(self, encoder: nn.Module, fusion: nn.Module | None, prototypes: ClassPrototypes | None = None) -> None:
         super().__init__()
-        self.encoder, self.fusion = encoder, fusion
+        self.encoder, self.fusion, self.prototypes = encoder, fusion, prototypes
 
 
 class Model:
@@ -91,6 +93,7 @@ class Model:
         # looked up once, because reading attributes of an nn.Module is slow in the inner loop
         self._encoders: dict[str, Callable[[Tensor], Tensor]] = {name: b.encoder for name, b in blocks.items()}
         self._parts = {name: block.fusion for name, block in blocks.items()}
+        self._near = {name: names_of(name) for name, block in blocks.items() if block.prototypes is not None}
         self._rows, self._naming, self._slots = rows, naming, Slots(self._modules, naming)
         names = list(reversed(self._slots.names))
         self._first = {kind: {block_of(n): n for n in names if f".{kind}." in n} for kind in ("encoder", "fusion")}
@@ -227,21 +230,26 @@ class Model:
     def features(self, w: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         """Embeddings (B, E) of each modality in the batch; (B, T, E) under attention fusion, see `vector`.
 
-        Embeddings of rows that lack the modality (`batch.present`) are meaningless; `fuse` replaces them with zero.
+        Embeddings of rows that lack the modality (`batch.present`) are meaningless; `fuse` replaces them.
         """
         self._check_owned(w, batch.x, "encoder")
         with self._using(w, batch):
             return self._features(batch)
 
     def fuse(self, w: Mapping[str, Tensor], features: Mapping[str, Tensor], batch: Batch) -> Tensor:
-        """Logits (B, C) of embeddings. A modality that is absent from the batch or from a row counts as zero."""
+        """Logits (B, C) of embeddings. A modality that is absent from the batch or from a row counts as zero.
+
+        If the Tree holds its prototypes, they stand in for it (`stand_ins.py`).
+        """
         self._check_owned(w, features, "fusion")
+        features, batch = self._completed(w, features, batch)
         with self._using(w, batch):
             return self._fuse(features, batch)
 
     def joint(self, w: Mapping[str, Tensor], features: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """The joint representation (B, J) of all modalities, which the head receives; see `Fusion.joint`."""
         self._check_owned(w, features, "fusion")
+        features, batch = self._completed(w, features, batch)
         with self._using(w, batch):
             return self._over(lambda z: self._fusion.joint(self._parts, z, batch.present), features, batch)
 
@@ -254,7 +262,7 @@ class Model:
         """Logits (B, C) of a batch: `features` followed by `fuse`."""
         self._check_owned(w, batch.x, "encoder")
         with self._using(w, batch):
-            return self._fuse(self._features(batch), batch)
+            return self._fuse(*self._completed(w, self._features(batch), batch))
 
     def unimodal_logits(
         self,
@@ -270,7 +278,8 @@ class Model:
             w: the Tree.
             features: the result of `features`; only the embeddings of `modality` are used.
             mode: `head` returns W_m z + b / M, where M is the number of modalities of the model. The sum of these terms
-                over all modalities gives the full logits. `zero` sets the embeddings of all other modalities to zero.
+                over all modalities gives the full logits. `zero` sets the embeddings of all other modalities to zero,
+                also where they have prototypes.
 
         Raises:
             ModelError: the mode is `head`, but the logits are not linear in the embeddings.
@@ -296,6 +305,22 @@ class Model:
         return {modality: self.vector(z) for modality, z in self.features(w, batch).items()}
 
     # inside
+
+    def _completed(
+        self, w: Mapping[str, Tensor], features: Mapping[str, Tensor], batch: Batch
+    ) -> tuple[Mapping[str, Tensor], Batch]:
+        """Return the embeddings and the batch with stand-ins for what is absent, if the Tree holds prototypes."""
+        near = {m: (w[mean], w[known] > 0) for m, (mean, known) in self._near.items() if mean in w}
+        wanted = [m for m in near if m not in features or m in batch.present]
+        if not wanted:
+            return features, batch
+        vectors = {m: self.vector(z) for m, z in features.items()}
+        z, present = dict(features), dict(batch.present)
+        for m, (stand_in, has) in stand_ins(near, vectors, batch.present, wanted).items():
+            there = present.get(m, torch.zeros_like(has))
+            z[m] = placed(features.get(m), there, stand_in, self.encoded_shape(m)[:-1])
+            present[m] = there | has
+        return z, replace(batch, present=present)
 
     def _using(self, w: Mapping[str, Tensor], batch: Batch) -> AbstractContextManager[None]:
         self._rows.bound = w is not self._live

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -17,7 +17,7 @@ from polyfed.model.fusion import FUSIONS, Fusion
 MODEL_WIDTHS = ("embedding", "head", "attention_hidden")
 """Fields of the section that `widened` scales."""
 
-WITHOUT_MODULE = ("fusion", "embedding", "head", "dropout", "attention_hidden", "attention_heads")
+WITHOUT_MODULE = ("fusion", "embedding", "head", "dropout", "attention_hidden", "attention_heads", "absent")
 """Fields of the section that have no effect if it names a whole module."""
 
 ENCODER_WIDTHS = ("hidden", "channels", "widths", "feedforward")
@@ -42,6 +42,8 @@ class ModelSpec:
             the class or a module (docs/models.md).
         module_options: more arguments for the constructor of `module`.
         blocks: for each modality, prefixes of the parameter names in `module` that serve only this modality.
+        absent: what takes the place of the embedding of a modality that a row lacks: `zero`, or `prototypes`, a mean of
+            class prototypes. The method `pmcmfl`, which learns them, and evaluations of its models set it themselves.
         init: where the initial parameters come from (warm start): the folder of a run or of `Run.export`, or a
             safetensors file with names as in a Tree. Empty: they are drawn from the seed.
         init_blocks: the blocks that `init` fills, empty for all; the others are drawn from the seed.
@@ -59,6 +61,7 @@ class ModelSpec:
     module: Any = None
     module_options: Mapping[str, Any] = field(default_factory=dict)
     blocks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    absent: Literal["zero", "prototypes"] = "zero"
     init: str = ""
     init_blocks: tuple[str, ...] = ()
     freeze: tuple[str, ...] = ()
@@ -71,6 +74,7 @@ class ModelSpec:
             "init": self._check_init,
             "dropout": lambda: probability("[model] dropout", self.dropout),
             "head": lambda: sizes("[model] head", self.head),
+            "absent": lambda: one_of("[model] absent", self.absent, ("zero", "prototypes")),
         }
         for name in ("embedding", "attention_hidden", "attention_heads"):
             checks[name] = partial(whole, f"[model] {name}", getattr(self, name))

@@ -19,6 +19,7 @@ from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.tree import SHARED, Tree
+from polyfed.model.stand_ins import distances
 from polyfed.training.client_data import ClientData
 
 RATIO_LIMIT = 1e3
@@ -64,8 +65,7 @@ class Prototypes:
 
     def distances(self, z_BD: Tensor) -> Tensor:
         """Euclidean distance of every row to every prototype, (B, C); its gradient is finite even at distance 0."""
-        difference = z_BD.unsqueeze(1) - self.mean
-        return (difference.square().sum(-1) + 1e-12).sqrt()
+        return distances(z_BD, self.mean)
 
     def log_probabilities(self, z_BD: Tensor) -> Tensor:
         """Log softmax of the negative distances over the active classes, (B, C); -inf for other classes."""

@@ -261,7 +261,7 @@ class Averaging(Algorithm[A]):
         if self.evaluation.unimodal != "prototype":
             return {}
         model, head = fed.context.model, set(fed.context.model.head())
-        encoders = {name: params[name] for name in model.names(model.modalities) if name not in head}
+        encoders = {n: params[n] for n in model.names(model.modalities) if n not in head and n in params}
         replies = fed.ask(self.class_means, list(fed.clients.eligible), prototypes.Encoders(encoders))
         merged = prototypes.gathered(
             {},

@@ -97,9 +97,20 @@ def _across(assembly: Assembly) -> Mapping[tuple[str, str], str]:
         found["evaluate", "unimodal"] = "a model of one modality"
     elif fed.context.objective.BY_MODALITY or fed.context.objective.WHOLE:
         found["evaluate", "unimodal"] = f"a task that scores no modality alone ({type(fed.context.objective).__name__})"
+    if hasattr(method, "stand_in") and _rows_are_whole(assembly):
+        found["algorithm", "stand_in"] = "training rows that all have every modality of their client"
     if recipe.limits != NO_LIMITS:
         found |= {("limits", limit): because for limit, because in _limits(assembly)}
     return found
+
+
+def _rows_are_whole(assembly: Assembly) -> bool:
+    """Return whether all training rows have all modalities of their client; False in a deployment."""
+    columns, rows = assembly.population.columns, assembly.population.train.rows
+    dropped = assembly.algorithm.train.modality_dropout
+    if bool((rows < 0).any()) or (any(dropped.values()) if isinstance(dropped, Mapping) else dropped):
+        return False
+    return all(bool(there[rows].all()) for there in columns.present.values())
 
 
 def _limits(assembly: Assembly) -> Iterator[tuple[str, str]]:

@@ -10,6 +10,7 @@ from typing import Any
 from polyfed.algorithms import ALGORITHMS, NAMED
 from polyfed.algorithms.averaging import Averaging
 from polyfed.algorithms.base import Algorithm
+from polyfed.algorithms.evaluate import Evaluate
 from polyfed.core.problems import Conflict, Problems
 from polyfed.core.registry import name_of
 from polyfed.core.tasks import info_of, tasks_of, types_of
@@ -150,6 +151,12 @@ def _why_not_honoured(recipe: Any) -> str:
     return f"{method.dishonour(unit)}{own}. Methods that can: {methods_that_honour(unit)}"
 
 
+def _lacks_prototypes(recipe: Any) -> bool:
+    """Whether the model has a place for prototypes and the method would leave them empty, or let them grow old."""
+    filled = isinstance(recipe.algorithm, Evaluate) or getattr(recipe.algorithm, "variant", "") == "pmcmfl"
+    return recipe.model.absent == "prototypes" and not filled
+
+
 def _why_untrainable(recipe: Any) -> str:
     able = [name for name, cls in ALGORITHMS.items() if issubclass(type(recipe.task), cls.objectives)]
     return f"{recipe.algorithm.objectives_because}. Methods that can train it: {', '.join(able)}"
@@ -162,6 +169,12 @@ TABLE: tuple[Conflict, ...] = (
         because="{detail}",
         detail=_why_untrainable,
         instead="Change one of the two",
+    ),
+    Conflict(
+        key=("model", "absent"),
+        when=_lacks_prototypes,
+        because="only pmcmfl learns prototypes, and those of a warm start would grow old",
+        instead="Remove absent",
     ),
     Conflict(
         key=("train", "modality_dropout"),

@@ -24,6 +24,7 @@ from polyfed.experiment.recipes.recipe import Recipe, load_recipe
 from polyfed.experiment.running.checkpoint import sha256_of
 from polyfed.experiment.running.run_state import BEST, kept_best, load_content
 from polyfed.model import Model
+from polyfed.model.stand_ins import is_prototype
 
 COPY = "init.safetensors"
 """The copy of the values in the folder of a run."""
@@ -194,6 +195,8 @@ def warmed(initial: Tree, model: Model, given: Tree, recipe: Recipe) -> Tree:
     mine = {**{name: value.shape for name, value in initial.items()}, **{n: v.shape for n, v in frozen.items()}}
     used = set(blocks(given))
     for name in [name for name in mine if block_of(name) in used and name not in given and name in initial]:
+        if is_prototype(name):  # a model that was trained without them has none
+            continue
         faults.append(f"'{name}' is missing in it")
     for name, value in given.items():
         if name not in mine:
