@@ -30,17 +30,16 @@ $(OTHER)/installed: .venv/installed
 	$(BIN)/pip install --quiet --no-deps --upgrade --target $(OTHER) flwr==$(FLOWER)
 	touch $@
 
-check-flower: $(OTHER)/installed ## what CI runs besides: the tests of deployments and a simulation on the other supported release of Flower
-	# tests/conftest.py leaves out those that no release of Flower can change
-	FLOWER_RELEASE=$(FLOWER) PYTHONPATH=$(OTHER) $(BIN)/pytest -n 2 tests/engines tests/attacks
-	FLOWER_RELEASE=$(FLOWER) PYTHONPATH=$(OTHER) $(BIN)/pytest -n 0 -m slow tests/attacks/test_status.py \
-		'tests/engines/test_flower_processes.py::test_ray_equals_sequential[fedavg]'
+check-flower: $(OTHER)/installed ## what CI runs besides: simulations on the other supported release of Flower
+	FLOWER_RELEASE=$(FLOWER) PYTHONPATH=$(OTHER) $(BIN)/pytest -n 0 tests/engines/test_flower_simulation.py
+	FLOWER_RELEASE=$(FLOWER) PYTHONPATH=$(OTHER) $(BIN)/pytest -n 0 -m slow \
+		'tests/engines/test_flower_simulation.py::test_ray_equals_sequential[fedavg]'
 
 check-wheel: .venv/installed ## what CI runs besides: the wheel in empty environments, with the newest and the oldest allowed packages
 	$(BIN)/pytest -n 0 -m slow tests/house/test_wheel.py
 
-check-all: check ## check, then real processes: Ray, SuperLink and SuperNodes with TLS, kills (minutes)
-	# one more try for what failed: a busy machine can make Ray or a SuperNode miss a time-out
+check-all: check ## check, then real processes: Ray, servers and devices with TLS, kills (minutes)
+	# one more try for what failed: a busy machine can make Ray or a device miss a time-out
 	$(BIN)/pytest -m slow -n 2 --dist loadfile tests/engines tests/attacks tests/study || \
 		$(BIN)/pytest -m slow tests/engines tests/attacks tests/study --last-failed
 

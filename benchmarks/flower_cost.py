@@ -1,4 +1,4 @@
-"""The cost of a round on Flower: time over Flower's own minimum for messages of that size, bytes over the ledger.
+"""The cost of a round of a simulation on Flower: time over Flower's own minimum for messages of that size.
 
     python benchmarks/flower_cost.py [--clients 8] [--rounds 10]
 
@@ -9,19 +9,11 @@ FedAvg on the simulation runtime (Ray); the time of the same training in one pro
 import argparse
 import json
 import statistics
-import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import polyfed
-from polyfed.deploy.handlers import Simulated
-from polyfed.deploy.server.server import engine_by
-from polyfed.engines.flower import DirectGrid, GridTransport, client_app
-from polyfed.experiment.recipes.recipe import Recipe, load_recipe
-from polyfed.experiment.running.assembly import population_of
-from polyfed.experiment.running.events import Emitter
-from polyfed.experiment.running.loop import execute
+from polyfed.experiment.recipes.recipe import load_recipe
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "federation-demo.toml"
 
@@ -59,19 +51,6 @@ def seconds(run: polyfed.Run) -> float:
     return statistics.median(row["seconds"]["train"] for row in run.rounds)
 
 
-def wire(recipe: Recipe, clients: int) -> tuple[float, float]:
-    """Ratio of the bytes that Flower serialises to the bytes in the ledger, up and down."""
-    with tempfile.TemporaryDirectory() as folder:
-        grid = DirectGrid(client_app(Simulated(recipe, Path(folder))), clients)
-        transport = GridTransport(grid)
-        transport.enrol(clients, 60)
-        up, down = grid.bytes_up, grid.bytes_down
-        run = execute(
-            recipe, None, Emitter(), population=population_of(recipe), engine=engine_by(transport, recipe.engine)
-        )
-    return (grid.bytes_up - up) / run.result["bytes_up"], (grid.bytes_down - down) / run.result["bytes_down"]
-
-
 def main() -> None:
     words = argparse.ArgumentParser()
     words.add_argument("--clients", type=int, default=8)
@@ -84,7 +63,6 @@ def main() -> None:
     found["round"] = seconds(polyfed.run(recipe, engine="flower"))
     found["training_in_one_process"] = seconds(polyfed.run(recipe, engine="sequential"))
     found["over_floor"] = found["round"] / found["floor"]
-    found["wire_over_ledger_up"], found["wire_over_ledger_down"] = wire(replace(recipe, name="bytes"), given.clients)
     print(json.dumps(found, indent=1))
 
 

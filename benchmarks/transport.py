@@ -1,4 +1,4 @@
-"""Measure polyfed's own transport with real processes, and Flower's beside it in the same minutes.
+"""Measure polyfed's own transport with real processes.
 
 `python benchmarks/transport.py` prints what docs/results/deployments.md quotes. The parts with `echo` tasks show what
 the transport alone costs: a task returns the message that it got, in a fork of a process that holds PyTorch, as a real
@@ -16,18 +16,15 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
 import psutil
 import torch
 
-from polyfed.deploy.app_folder import write_app, write_nodes
 from polyfed.deploy.credentials import write_credentials
 from polyfed.deploy.device import tasks as device_tasks
-from polyfed.deploy.local_federation import LocalFederation
+from polyfed.deploy.local_federation import run_locally
 from polyfed.deploy.processes import free_ports
 from polyfed.engines.protocol import Patience
 from polyfed.engines.queued import QueueTransport
-from polyfed.experiment.recipes.recipe import load_recipe
 from polyfed.federation.wire_format import Packet
 from polyfed.transport.queue import Queue
 
@@ -153,45 +150,10 @@ def echoes(folder: Path) -> None:
 
 
 def federations(folder: Path) -> None:
-    """Measure rounds of a whole run, over Flower and over polyfed's own transport."""
-    text = DEMO.read_text().replace("rounds = 3", "rounds = 6")
+    """Measure rounds of a whole run, with a process for each device."""
     recipe = folder / "recipe.toml"
-    recipe.write_text(text)
-    say("a round of the demonstration, own transport, s", own_rounds(recipe, folder / "own"))
-    with LocalFederation(recipe, folder / "flower") as federation:
-        federation.start()
-        federation.run().wait()
-        say("a round of the demonstration, Flower, s", rounds_of(federation.out))
-
-
-def own_rounds(recipe: Path, folder: Path) -> list[float]:
-    """Run a recipe with one process for each device, and return the seconds of its rounds."""
-    app, made = write_app(recipe, folder / "app"), load_recipe(recipe)
-    places, credentials = write_nodes(made, folder), folder / "credentials"
-    write_credentials(credentials, len(places))
-    (port,) = free_ports(1)
-    polyfed = [sys.executable, "-P", "-m", "polyfed"]
-    words = [[*polyfed, "server", str(credentials), "--port", str(port), "--host", "127.0.0.1"]]
-    for number, place in enumerate(places):
-        with np.load(place / "data.npz", allow_pickle=False) as arrays:
-            held = [name for name in arrays.files if name in made.model.encoders]
-        file = folder / f"device-{number}.toml"
-        file.write_text(
-            f'server = "127.0.0.1:{port}"\nca = "{credentials}/ca.pem"\n[[device]]\nclient = {number}\n'
-            f'key = "{credentials}/node-{number}.key"\ndata = "{place}/data.npz"\npolicy = "{place}/policy.toml"\n'
-            f"modalities = {json.dumps(held)}\n"
-        )
-        words.append([*polyfed, "device", str(file)])
-    log = (folder / "log").open("ab")
-    processes = [subprocess.Popen(one, stdout=log, stderr=log) for one in words]
-    while not (credentials / "queue" / "server.bell").exists():
-        time.sleep(0.2)
-    submit = [*polyfed, "submit", str(app), "--credentials", str(credentials)]
-    subprocess.run(submit, stdout=log, stderr=log, check=True)
-    for process in processes:
-        process.terminate()
-        process.wait()
-    return rounds_of(app / "run")
+    recipe.write_text(DEMO.read_text().replace("rounds = 3", "rounds = 6"))
+    say("a round of the demonstration, s", rounds_of(run_locally(recipe, folder / "own")))
 
 
 def rounds_of(out: Path) -> list[float]:

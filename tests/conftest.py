@@ -9,15 +9,8 @@ import torch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent))  # `world` and `oracles` are the tests' own modules
-from engines.flower_users import uses_flower
 
 torch.set_num_threads(1)
-
-
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave out tests that a release of Flower cannot change, if `make check-flower` runs them on another one."""
-    asked = "FLOWER_RELEASE" in os.environ and collection_path.name.startswith("test_")
-    return True if asked and collection_path.suffix == ".py" and not uses_flower(collection_path) else None
 
 
 @pytest.fixture(autouse=True, scope="session")

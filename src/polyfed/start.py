@@ -1,4 +1,4 @@
-"""`polyfed.run`: run a recipe to its end, as a simulation in this process or with Flower."""
+"""`polyfed.run`: run a recipe to its end, as a simulation in this process or on Flower's simulation runtime."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -68,11 +68,7 @@ def run(
     changes = {**(engine or {}), **({} if device is None else {"device": device})}
     chosen = checked("[engine]", EngineSpec, changes, advice=misplaced)
     recipe = replace(recipe, engine=replace(recipe.engine, **chosen))
-    if recipe.engine.name == "flower" and isinstance(recipe.data, Memory):
-        raise RecipeError(
-            "the engine 'flower' runs clients in processes that read the data themselves, and this data is in memory. "
-            "Save it with numpy.savez and give the file, or use the engine 'vectorised' or 'sequential'"
-        )
+    _refuse_engine(recipe)
     records = _records(out, resume=resume)
     play = execute
     if recipe.engine.name == "flower":
@@ -84,6 +80,17 @@ def run(
         if records is not None:
             stack.enter_context(records.alone())
         return _with_warnings(play(recipe, records, Emitter([*shown, *listeners])))
+
+
+def _refuse_engine(recipe: Recipe) -> None:
+    """Refuse an engine that cannot run this recipe here."""
+    if recipe.engine.name == "devices":
+        raise RecipeError("[engine] name = 'devices' is for runs that `polyfed submit` begins. Take 'vectorised'")
+    if recipe.engine.name == "flower" and isinstance(recipe.data, Memory):
+        raise RecipeError(
+            "the engine 'flower' runs clients in processes that read the data themselves, and this data is in memory. "
+            "Save it with numpy.savez and give the file, or use the engine 'vectorised' or 'sequential'"
+        )
 
 
 def _records(out: str | Path | None, *, resume: bool) -> Records | None:

@@ -247,17 +247,16 @@ def test_the_gate_refuses_a_private_parameter_by_name(engine: str) -> None:
 
 
 def test_over_flower_the_clients_keep_their_private_blocks(tmp_path: Path) -> None:
-    pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
-    from engines.direct import grid_of
+    pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
+    from engines.direct import HubTransport, hub_of
     from polyfed.deploy.server.server import engine_by
-    from polyfed.engines.flower import GridTransport
 
     alone = replace(made("head", fine_tune=1, evaluation=Evaluation(every=1)), rounds=2)
     alone = replace(alone, model=recipe(alone.algorithm).model)
     told = replace(alone, engine=EngineSpec(name="flower"))
-    grid = grid_of(told, tmp_path / "nodes")
-    transport = GridTransport(grid)
-    assert len(transport.enrol(grid.clients, 30)) == grid.clients
+    hub = hub_of(told, tmp_path / "nodes")
+    transport = HubTransport(hub)
+    assert len(transport.enrol(hub.clients, 30)) == hub.clients
     run = execute(
         told,
         Records(tmp_path / "run", resume=False),

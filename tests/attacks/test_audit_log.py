@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
 from attacks.test_hostile_device import blind
 from engines.devices import Devices
+from engines.direct import over
 from polyfed.deploy.server import claimed_shapes
 from polyfed.deploy.server.claimed_shapes import flaws_of, without_absent
 from polyfed.deploy.server.enrolment import Admission
 from polyfed.deploy.server.server import serve
-from polyfed.engines.flower import DirectGrid, GridTransport, client_app
 from polyfed.engines.protocol import Enrolment
 from polyfed.experiment.recipes.recipe import parse_recipe
 from polyfed.experiment.running.events import Emitter
@@ -73,9 +73,9 @@ def said(folder: Path, shape: list[int], capsys: Any, recipe: str = RECIPE) -> s
         return Packet(reply.header | {"shapes": {"b": shape}}, reply.body) if lies else reply
 
     with warned("measures nothing"):
-        serve(devices.app / "recipe.toml", GridTransport(DirectGrid(client_app(lying), 4)), {"out": str(out)}, execute)
+        serve(devices.app / "recipe.toml", over(lying, 4), {"out": str(out)}, execute)
     assert json.loads((out / "result.json").read_text())["rounds"] == 1, "the run came to its end"
-    return str(capsys.readouterr().out)
+    return str(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
 from polyfed.deploy.handlers import Deployed
 from polyfed.engines.protocol import ENROLLED, REFUSED, hello

@@ -1,4 +1,4 @@
-"""A device sends nothing to a server whose certificate has expired: a real SuperNode, and a listener of the test."""
+"""A device sends nothing to a server whose certificate has expired: a real device, and a listener of the test."""
 
 import socket
 import ssl
@@ -9,13 +9,12 @@ from threading import Event, Thread
 
 import pytest
 
-pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
 from cryptography.hazmat.primitives.serialization import Encoding, PrivateFormat
 
-from engines.federations import recipe_for, until
+from engines.federations import Federation, recipe_for, until
 from polyfed.deploy.credentials import _authority, _secret, _server
-from polyfed.deploy.local_federation import LocalFederation
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -65,7 +64,7 @@ def test_a_device_sends_nothing_to_a_server_whose_certificate_has_expired(
     days: int, talks: bool, tmp_path: Path
 ) -> None:
     """With a valid certificate the same device talks, so that the test shows something."""
-    federation = LocalFederation(recipe_for("fedavg", tmp_path), tmp_path / "fed")
+    federation = Federation(recipe_for("fedavg", tmp_path), tmp_path / "fed")
     authority, ca = _authority()
     key, certificate = _server(authority, ca, ["127.0.0.1"], days=days)
     folder = federation.credentials
@@ -73,10 +72,10 @@ def test_a_device_sends_nothing_to_a_server_whose_certificate_has_expired(
     (folder / "server.pem").write_bytes(certificate.public_bytes(Encoding.PEM))
     _secret(folder / "server.key", key, PrivateFormat.PKCS8)
     with listening(folder) as server, federation:
-        federation.start_node(0, superlink=f"127.0.0.1:{server.opened.getsockname()[1]}")
-        until(lambda: bool(server.ended), "the SuperNode's call", 180)
+        federation.start_device(0, server=f"127.0.0.1:{server.opened.getsockname()[1]}")
+        until(lambda: bool(server.ended), "the device's call", 180)
         if talks:
-            assert b"/v1/fleet/" in server.came
+            assert b"/v1/" in server.came
         else:
             assert "certificate" in server.ended[0].lower()
             assert server.came == b""

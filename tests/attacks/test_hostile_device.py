@@ -1,8 +1,6 @@
-"""One device must neither end nor steer the run of all others. No processes: the ClientApp is called directly."""
+"""One device must neither end nor steer the run of all others. No processes: the devices are called directly."""
 
 import json
-import subprocess
-import time
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -12,23 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
-
-from cryptography.hazmat.primitives.serialization import load_ssh_public_key
-from flwr.app import Error
-from flwr.app import Message as FlowerMessage
-from flwr.common.constant import ErrorCode
-from flwr.proto.node_pb2 import NodeInfo
-from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
 from engines.devices import RECIPE, Devices
+from engines.direct import Hub, HubTransport, over
 from polyfed.core.batch import Batch
 from polyfed.core.errors import CheckpointError, DataError, RecipeError, TooFewReplies
 from polyfed.deploy.server.enrolment import Admission, capped_rows
 from polyfed.deploy.server.membership import MEMBERS, Membership, expected
 from polyfed.deploy.server.server import serve
-from polyfed.engines.flower import DirectGrid, GridTransport, client_app
-from polyfed.engines.flower.server.device_keys import device_of
 from polyfed.engines.protocol import ENROL, Enrolment, hello, one_line
 from polyfed.evaluation.scores import OwnScore
 from polyfed.experiment.recipes.recipe import Recipe, load_recipe, parse_recipe
@@ -39,6 +29,7 @@ from polyfed.federation.client_registry import registry_of
 from polyfed.federation.replies import Replies, stacked
 from polyfed.federation.wire_format import Packet
 from polyfed.objective.multi_label import MultiLabel
+from polyfed.transport.queue import Waiting
 from refusals import refuses
 from world import algorithm
 from world import recipe as laws_recipe
@@ -59,10 +50,10 @@ def said(devices: Devices, out: Path, lie: Callable[[Packet], Packet], capsys: A
         enrols = packet.header.get("want") == ENROL and config["partition-id"] == HOSTILE
         return lie(reply) if enrols else reply
 
-    transport = GridTransport(DirectGrid(client_app(handler), 3))
+    transport = over(handler, 3)
     serve(devices.app / "recipe.toml", transport, {"out": str(out)}, execute)
     assert json.loads((out / "result.json").read_text())["rounds"] == 2, "the run came to its end"
-    return str(capsys.readouterr().out)
+    return str(capsys.readouterr().err)
 
 
 def changed(**header: Any) -> Callable[[Packet], Packet]:
@@ -156,30 +147,6 @@ def test_claimed_rows_count_up_to_a_multiple_of_the_median_and_the_log_says_so(t
     assert population.limited == registry_of(population).limited == {1}
 
 
-class Nodes(DirectGrid):
-    """The devices of a list of partitions; node k + 1 is the k-th, and nodes may be told to be absent.
-
-    Attributes:
-        absent: nodes that are not there.
-        keys: public key of each node, as a SuperLink tells it.
-    """
-
-    absent: frozenset[int] = frozenset()
-    keys: Mapping[int, bytes] = {}
-
-    def get_node_ids(self) -> Any:
-        return [node for node in super().get_node_ids() if node not in self.absent]
-
-    def get_nodes(self) -> Any:
-        return [NodeInfo(node_id=node, public_key=self.keys.get(node, b"")) for node in self.get_node_ids()]
-
-
-def public_key(folder: Path, name: str) -> bytes:
-    """A device's public key as Flower hands it on; the private one is in the folder."""
-    subprocess.run(["ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-f", str(folder / name)], check=True)
-    return public_key_to_bytes(load_ssh_public_key((folder / f"{name}.pub").read_bytes()))  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("task", [None, MultiLabel()])
 def test_claimed_test_rows_weigh_up_to_a_multiple_of_the_median(task: Any) -> None:
     parts = assemble(laws_recipe(algorithm("fedavg")))
@@ -199,37 +166,24 @@ def test_claimed_test_rows_weigh_up_to_a_multiple_of_the_median(task: Any) -> No
 
 
 def test_a_client_number_stays_with_the_key_that_enrolled_with_it_first(tmp_path: Path, capsys: Any) -> None:
+    """A device's name on the transport is the fingerprint of its key, as `test_own_transport.py` shows."""
     devices, out = Devices(tmp_path, LENIENT), tmp_path / "out"
 
     def handler(packet: Packet, config: Mapping[str, Any]) -> Packet:
-        return devices(packet, {"partition-id": config["partition-id"] % 3})  # node 4 has all files of node 1
+        return devices(packet, {"partition-id": config["partition-id"] % 3})  # the thief has all files of device 0
 
-    grid = Nodes(client_app(handler), 5)
-    honest = public_key(tmp_path, "honest")
-    grid.keys = {1: honest, 4: public_key(tmp_path, "thief"), 5: honest}
-    grid.absent = frozenset({4, 5})
-    serve(devices.app / "recipe.toml", GridTransport(grid), {"out": str(out)}, execute)
-    first = json.loads((out / MEMBERS).read_text())["clients"]["0"]
-    told = subprocess.run(["ssh-keygen", "-l", "-f", str(tmp_path / "honest.pub")], capture_output=True, check=True)
-    assert first == told.stdout.decode().split()[1], "the fingerprint that the device's owner sees"
+    hub = Hub(handler, 4)
+    honest, thief = hub.names[0], hub.names[3]
+    hub.absent = {thief}
+    serve(devices.app / "recipe.toml", HubTransport(hub), {"out": str(out)}, execute)
+    assert json.loads((out / MEMBERS).read_text())["clients"]["0"] == honest
     assert (out / MEMBERS).stat().st_mode & 0o777 == 0o600
     (out / "result.json").unlink()
-    grid.absent = frozenset({1, 5})
+    hub.absent = {honest}
     capsys.readouterr()
-    serve(devices.app / "recipe.toml", GridTransport(grid), {"out": str(out)}, execute)
-    assert f"client 0 belongs to the device with key {first}" in capsys.readouterr().out
-    assert json.loads((out / MEMBERS).read_text())["clients"]["0"] == first
-    (out / "result.json").unlink()
-    grid.absent, grid.keys = frozenset({1, 4}), {**grid.keys, 5: honest}
-    members = Membership(out)
-    enrolment = devices(hello(), {"partition-id": 0})
-    assert members.refusal(enrolment, device_of(grid, 5)) == "", "the same key as another node"
-
-
-def test_a_node_of_a_simulation_is_known_by_its_number(tmp_path: Path) -> None:
-    grid = Nodes(client_app(lambda packet, config: packet), 3)
-    grid.keys = {1: bytes(range(200, 232)), 2: b""}  # Flower's simulation has random bytes in place of keys
-    assert [device_of(grid, node) for node in (1, 2, 3, 9)] == ["node 1", "node 2", "node 3", "node 9"]
+    serve(devices.app / "recipe.toml", HubTransport(hub), {"out": str(out)}, execute)
+    assert f"client 0 belongs to the device with key {honest}" in capsys.readouterr().err
+    assert json.loads((out / MEMBERS).read_text())["clients"]["0"] == honest
 
 
 def test_one_key_is_one_client_however_often_the_server_starts(tmp_path: Path) -> None:
@@ -263,62 +217,41 @@ def test_a_node_that_fails_takes_the_place_of_nobody(tmp_path: Path) -> None:
             return Packet({"verdict": "failed", "reason": "me first"})
         return devices(packet, {"partition-id": config["partition-id"] - 1})
 
-    grid = Nodes(client_app(handler), 4)
-    grid.absent = frozenset({4})
-    transport = GridTransport(grid)
+    hub = Hub(handler, 4)
+    hub.absent = {hub.names[3]}
 
     def arrive(answers: Any) -> bool:
-        grid.absent = frozenset() if len(answers) == 3 else grid.absent
+        hub.absent = set() if len(answers) == 3 else hub.absent
         return False
 
-    verdicts = [answer.header["verdict"] for answer in transport.enrol(3, 5.0, arrive)]
+    verdicts = [answer.header["verdict"] for answer in HubTransport(hub).enrol(3, 5.0, arrive)]
     assert sorted(verdicts) == ["enrolled", "enrolled", "enrolled", "failed"]
 
 
 def test_a_device_that_goes_offline_before_it_has_enrolled_is_asked_again(tmp_path: Path) -> None:
     devices = Devices(tmp_path)
 
-    class Dying(Nodes):
-        """The device of node 1 loses the first request, and is offline for a moment."""
+    class Dying(Hub):
+        """Device 0 dies with its first request, and is offline for a moment."""
 
-        asked, died = 0, 0.0
+        asked, looks = set[str](), 0
 
-        def get_node_ids(self) -> Any:
-            self.absent = frozenset({1}) if time.monotonic() - self.died < 0.3 else frozenset()
-            return super().get_node_ids()
+        def online(self) -> list[str]:
+            self.absent, self.looks = {self.names[0]} if self.looks else set(), max(self.looks - 1, 0)
+            return super().online()
 
-        def push_messages(self, messages: Any) -> Any:
-            messages = [*messages]
-            sent = list(super().push_messages(messages))
-            for identity, message in zip(sent, messages, strict=True):
-                if message.metadata.dst_node_id == 1:
-                    self.asked += 1
-                    if self.asked == 1:
-                        self._replies.pop(identity)
-                        self.died = time.monotonic()
-            return sent
+        def next_for(self, name: str) -> Waiting | None:
+            found = super().next_for(name)
+            if found is None or name != self.names[0]:
+                return found
+            if not self.asked:
+                self.looks = 6
+            self.asked.add(found.id)
+            return found if len(self.asked) > 1 else None
 
-    grid = Dying(client_app(devices), 3)
-    verdicts = [answer.header["verdict"] for answer in GridTransport(grid).enrol(3, 5.0)]
-    assert (verdicts, grid.asked) == (["enrolled"] * 3, 2)
-
-
-def test_a_request_to_enrol_that_flower_lost_is_sent_again(tmp_path: Path) -> None:
-    devices, lost = Devices(tmp_path), Error(ErrorCode.NODE_UNAVAILABLE, "gone")
-
-    class Losing(Nodes):
-        asked = 0
-
-        def _called(self, message: Any) -> Any:
-            if message.metadata.dst_node_id == 1:
-                self.asked += 1
-                if self.asked == 1:
-                    return FlowerMessage(lost, reply_to=message)
-            return super()._called(message)
-
-    grid = Losing(client_app(devices), 3)
-    verdicts = [answer.header["verdict"] for answer in GridTransport(grid).enrol(3, 5.0)]
-    assert (verdicts, grid.asked) == (["enrolled"] * 3, 2)
+    hub = Dying(devices, 3)
+    verdicts = [answer.header["verdict"] for answer in HubTransport(hub).enrol(3, 5.0)]
+    assert (verdicts, len(hub.asked)) == (["enrolled"] * 3, 2)
 
 
 def test_with_silos_the_server_waits_for_every_device_of_every_silo() -> None:

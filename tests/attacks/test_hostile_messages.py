@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
-from engines.direct import grid_of, joined, played
+from engines.direct import hub_of, joined, played
 from laws.corruptions import CASES, FURTHER, judged_by_prototypes, noisy
 from laws.test_laws import world
 from polyfed.core.messages import KINDS, OF_THE_MODEL, Declared, Message, carries, message
@@ -115,7 +115,7 @@ class Attack:
 
     def play(self) -> Any:
         """The state after two rounds and an evaluation, in which every client takes part."""
-        parts = joined(self.made, grid_of(self.made, self.folder))
+        parts = joined(self.made, hub_of(self.made, self.folder))
         emit = parts.fed.emit
 
         def listen(kind: str, **facts: Any) -> None:
@@ -157,7 +157,7 @@ def test_refused_requests_spend_no_epsilon(tmp_path: Path, monkeypatch: pytest.M
 def test_a_parameter_that_a_device_keeps_private_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = deployed(FURTHER["fedavg, private head, fine-tuned"]())
     attack = Attack(made, tmp_path, monkeypatch)
-    parts = joined(made, grid_of(made, tmp_path / "other"))
+    parts = joined(made, hub_of(made, tmp_path / "other"))
     private = sorted(made.algorithm.private_names(parts.model))
     assert private
     kept: Tree = {name: parts.initial[name] for name in private}
@@ -210,7 +210,7 @@ def test_an_honest_evaluation_is_not_refused(name: str, unimodal: Any, tmp_path:
         pytest.skip("its clients send no class means")
     made = replace(world(name) if unimodal == "auto" else judged_by_prototypes(name), rounds=1)
     made = replace(deployed(made), rounds=1)
-    parts, missing = joined(made, grid_of(made, tmp_path)), list[str]()
+    parts, missing = joined(made, hub_of(made, tmp_path)), list[str]()
     state, _ = played(made, parts)
     parts.fed.emit = lambda kind, **facts: missing.append(facts["reason"]) if kind == "client-missing" else None
     measured = made.algorithm.evaluate(state, parts.fed)

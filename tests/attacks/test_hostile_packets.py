@@ -1,11 +1,9 @@
 """Headers that cost their reader much, updates that ruin everybody's model, and what a device leaves on its disk."""
 
-import io
 import json
 import re
 import stat
 import tracemalloc
-import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,26 +12,22 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
-
-from flwr.app import ConfigRecord, RecordDict
+pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
 import world
 from engines.devices import Devices
-from engines.direct import grid_of, joined, played
+from engines.direct import hub_of, joined, played
 from polyfed.core.errors import BadReply, CheckpointError, Diverged
 from polyfed.core.messages import map_tensors
 from polyfed.core.system.files import read_notes
 from polyfed.deploy.device.local_states import begin, keep, prune
-from polyfed.deploy.device.process import handler_for
 from polyfed.deploy.device.store import DeviceStore
 from polyfed.deploy.faults import log
 from polyfed.deploy.server.membership import MEMBERS, Membership
-from polyfed.engines.flower.codec import HEADER, packet_of
 from polyfed.engines.protocol import Facts, RequestId
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.recipes.settings import EngineSpec
-from polyfed.federation.wire_format import Packet
+from polyfed.federation.wire_format import Packet, framed, unframed
 from polyfed.privacy.egress.audit_log import HEAD, head_of
 from polyfed.selection import Uniform
 from refusals import refuses
@@ -59,11 +53,12 @@ BROKEN = {
 
 @pytest.mark.parametrize("kind", [*COSTLY, *BROKEN])
 def test_a_header_beyond_the_bounds_is_not_parsed_and_no_header_is_costly_to_check(kind: str, monkeypatch: Any) -> None:
-    content = RecordDict({HEADER: ConfigRecord({"header": (COSTLY | BROKEN)[kind]})})
+    header = (COSTLY | BROKEN)[kind].encode()
+    content = len(header).to_bytes(4, "little") + header
     parsed, parse = list[str](), json.loads
     monkeypatch.setattr(json, "loads", lambda text: parsed.append(text) or parse(text))
     tracemalloc.start()
-    found = packet_of(content)
+    found = unframed(content)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert isinstance(found, str), "it is no packet"
@@ -74,7 +69,7 @@ def test_a_header_beyond_the_bounds_is_not_parsed_and_no_header_is_costly_to_che
 
 def test_brackets_inside_of_text_are_no_nesting() -> None:
     header = {"reason": '[[[[[[[[[[["' + "{" * 20 + "\\"}
-    assert packet_of(RecordDict({HEADER: ConfigRecord({"header": json.dumps(header)})})) == Packet(header)
+    assert unframed(framed(Packet(header))) == Packet(header)
 
 
 def recipe(rounds: int = 3) -> Recipe:
@@ -105,7 +100,7 @@ def spoilt(parts: Any, change: Any) -> dict[int, str]:
 
 def test_clients_that_train_on_a_ruined_model_are_not_blamed(tmp_path: Path) -> None:
     made = recipe()
-    parts = joined(made, grid_of(made, tmp_path))
+    parts = joined(made, hub_of(made, tmp_path))
     missing = spoilt(parts, lambda t: t * 1e36 if t.is_floating_point() and t.dim() > 1 else t)
     with pytest.raises(Diverged) as caught:
         played(made, parts)
@@ -117,7 +112,7 @@ def test_clients_that_train_on_a_ruined_model_are_not_blamed(tmp_path: Path) -> 
 
 def test_the_server_checks_its_own_model_after_a_merge_and_names_the_senders(tmp_path: Path) -> None:
     made = recipe()
-    parts = joined(made, grid_of(made, tmp_path))
+    parts = joined(made, hub_of(made, tmp_path))
     missing = spoilt(parts, lambda t: t)
     method = made.algorithm
     merge = type(method).round
@@ -149,7 +144,7 @@ def test_a_device_says_that_the_model_was_broken_before_it_came(tmp_path: Path) 
 
         return answer
 
-    parts = joined(made, grid_of(made, tmp_path, wrap))
+    parts = joined(made, hub_of(made, tmp_path, wrap))
     with refuses(Exception, "clients answered"):
         played(made, parts)
     assert "holds NaN or infinity in params." in seen[-1]
@@ -230,17 +225,9 @@ def test_state_that_is_nested_too_deeply_ends_with_a_sentence(where: str, tmp_pa
         read()
 
 
-def test_an_app_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w") as archive:
-        archive.writestr("pyproject.toml", f"x = {DEEP}")
-    with refuses(BadReply, "not an app"):
-        handler_for(packed.getvalue(), tmp_path)
-
-
 def test_only_the_devices_user_can_read_its_state(tmp_path: Path) -> None:
     made = replace(recipe(1), algorithm=world.algorithm("scaffold", selector=Uniform(participation=1.0)))
-    played(made, joined(made, grid_of(made, tmp_path)))
+    played(made, joined(made, hub_of(made, tmp_path)))
     found = [*(tmp_path / "run").rglob("*")]
     assert any(path.suffix == ".safetensors" for path in found)
     assert {stat.S_IMODE(path.stat().st_mode) for path in found if path.is_dir()} == {0o700}

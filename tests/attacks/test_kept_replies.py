@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
 from attacks.test_requirements import EXAMPLE, LOCAL, NOISE, SECURE, SPEND, Hostile, device, spent_by, text
 from engines.devices import Devices
@@ -158,9 +158,9 @@ def test_under_secure_aggregation_no_two_replies_have_the_same_masks(tmp_path: P
 
 
 def transport(devices: Devices, handler: Any) -> Any:
-    from polyfed.engines.flower import DirectGrid, GridTransport, client_app
+    from engines.direct import over
 
-    return GridTransport(DirectGrid(client_app(handler), 3))
+    return over(handler, 3)
 
 
 @pytest.mark.parametrize("kept", [0, 1, 10**6, 10**30, -(10**30)])

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
-
-from polyfed.engines.flower import DirectGrid, GridTransport, client_app
+from engines.direct import Hub, HubTransport
 from polyfed.engines.protocol import REPLY, Patience
 from polyfed.federation.wire_format import Packet
+from polyfed.transport.queue import Waiting
 
 DEVICES = 10
 WORK = 0.4
@@ -25,7 +24,7 @@ LAST = DEVICES - 1
 
 
 class Clock:
-    """A monotonic clock that stands still but for `wait`, which stands for `Event.wait`."""
+    """A monotonic clock that stands still but for `wait`, which stands for `PatientTransport.rest`."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -33,9 +32,8 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
-    def wait(self, seconds: float) -> bool:
+    def wait(self, seconds: float) -> None:
         self.now += seconds
-        return False
 
 
 CLOCK = Clock()
@@ -46,42 +44,37 @@ def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "monotonic", CLOCK)
 
 
-class Delayed(DirectGrid):
-    """Replies of node k + 1 can be pulled `delays[k]` seconds after the request; `offline` are not listed."""
+class Delayed(Hub):
+    """The reply of device k comes `delays[k]` seconds after the request, also if nobody waits for it any more."""
 
-    def __init__(self, delays: Mapping[int, float]) -> None:
-        super().__init__(client_app(answered), DEVICES)
-        self.delays, self.offline = dict(delays), set[int]()
-        self._due: dict[str, float] = {}
+    def __init__(self, delays: Mapping[int, float], handler: Any = None) -> None:
+        super().__init__(handler or answered, DEVICES)
+        self.delays = dict(delays)
+        self._due: dict[str, tuple[float, Waiting]] = {}
 
-    def get_node_ids(self) -> Iterable[int]:
-        return [node for node in super().get_node_ids() if node - 1 not in self.offline]
-
-    def push_messages(self, messages: Iterable[Any]) -> Iterable[str]:
-        sent = []
-        for message in messages:
-            (identity,) = super().push_messages([message])
-            delay = self.delays[message.metadata.dst_node_id - 1] if message.metadata.message_type == "train" else 0.0
-            self._due[identity] = time.monotonic() + delay
-            sent.append(identity)
-        return sent
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Any]:
+    def work(self) -> None:
         now = time.monotonic()
-        return super().pull_messages([identity for identity in message_ids if self._due[identity] <= now])
+        for number, name in enumerate(self.names):
+            if (found := self.queue.next_for(name)) is not None:
+                self._due.setdefault(found.id, (now + self.delays[number], found))
+        for request, (due, found) in list(self._due.items()):
+            if due <= now and found.device not in self.absent:
+                del self._due[request]
+                self.deliver(found, self.answer(found))
 
 
 def answered(packet: Packet, config: Mapping[str, Any]) -> Packet:
     return Packet({"verdict": REPLY, "number": packet.header.get("number")})
 
 
-def transport_of(grid: Delayed) -> GridTransport:
-    transport = GridTransport(grid, CLOCK)  # type: ignore[arg-type]
-    transport.node_of = {client: client + 1 for client in range(DEVICES)}
+def transport_of(hub: Delayed) -> HubTransport:
+    transport = HubTransport(hub)
+    transport.rest = CLOCK.wait  # type: ignore[method-assign]
+    transport.node_of = dict(enumerate(hub.names))
     return transport
 
 
-def played(transport: GridTransport, clients: Iterable[int], patience: Patience, number: int = 0) -> Any:
+def played(transport: HubTransport, clients: Iterable[int], patience: Patience, number: int = 0) -> Any:
     """One request to these clients: seconds it took, and the answers."""
     started = time.monotonic()
     answers = transport.exchange({client: Packet({"number": number}) for client in clients}, patience)
@@ -93,8 +86,8 @@ def waiting(seconds: float = DEADLINE, enough: int = DEVICES, **more: Any) -> Pa
 
 
 def test_a_device_that_never_answers_costs_the_deadline_once_and_a_fifth_at_most_afterwards() -> None:
-    grid = Delayed(dict.fromkeys(range(DEVICES), WORK) | {LAST: math.inf})
-    transport = transport_of(grid)
+    hub = Delayed(dict.fromkeys(range(DEVICES), WORK) | {LAST: math.inf})
+    transport = transport_of(hub)
     nine = min(played(transport, range(LAST), waiting())[0] for _ in range(2))
     first, answers = played(transport, range(DEVICES), waiting())
     assert first >= DEADLINE - ROUNDING
@@ -112,38 +105,38 @@ def test_a_device_that_never_answers_costs_the_deadline_once_and_a_fifth_at_most
 
 
 def test_a_late_device_that_answers_in_time_again_is_waited_for_again() -> None:
-    grid = Delayed(dict.fromkeys(range(DEVICES), 0.1) | {LAST: math.inf})
-    transport = transport_of(grid)
+    hub = Delayed(dict.fromkeys(range(DEVICES), 0.1) | {LAST: math.inf})
+    transport = transport_of(hub)
     played(transport, range(DEVICES), waiting(0.3))
-    grid.delays[LAST] = 0.1
+    hub.delays[LAST] = 0.1
     _, answers = played(transport, range(DEVICES), waiting(0.3))
     assert isinstance(answers[LAST], Packet)
-    grid.delays[LAST] = 0.5
+    hub.delays[LAST] = 0.5
     seconds, answers = played(transport, range(DEVICES), waiting(2.0))
     assert isinstance(answers[LAST], Packet)
     assert seconds >= 0.5
 
 
 def test_where_only_late_devices_are_asked_they_get_the_whole_time() -> None:
-    grid = Delayed(dict.fromkeys(range(DEVICES), 0.0) | {LAST: math.inf})
-    transport = transport_of(grid)
+    hub = Delayed(dict.fromkeys(range(DEVICES), 0.0) | {LAST: math.inf})
+    transport = transport_of(hub)
     played(transport, range(DEVICES), waiting(0.2))
-    grid.delays[LAST] = 0.4
+    hub.delays[LAST] = 0.4
     _, answers = played(transport, [LAST], waiting(1.0, 1))
     assert isinstance(answers[LAST], Packet)
-    grid.delays[0] = 0.4
+    hub.delays[0] = 0.4
     _, answers = played(transport, [0, LAST], waiting(1.0, 2, least=2))
     assert all(isinstance(answer, Packet) for answer in answers.values()), "the recipe's min_replies are waited for"
 
 
 def test_a_request_is_closed_when_enough_have_replied_and_late_replies_are_discarded_and_counted() -> None:
-    grid = Delayed(dict.fromkeys(range(DEVICES), 0.1) | {8: 0.6, LAST: 0.6})
-    transport = transport_of(grid)
+    hub = Delayed(dict.fromkeys(range(DEVICES), 0.1) | {8: 0.6, LAST: 0.6})
+    transport = transport_of(hub)
     seconds, answers = played(transport, range(DEVICES), waiting(enough=8), number=1)
     assert seconds < 0.5
     assert answers[8] == answers[LAST] == "late: the request was closed when 8 of 10 clients had replied"
     assert not transport.discarded
-    grid.delays = dict.fromkeys(range(DEVICES), 0.8)
+    hub.delays = dict.fromkeys(range(DEVICES), 0.8)
     _, answers = played(transport, range(DEVICES), waiting(), number=2)
     assert transport.discarded == {8: 1, LAST: 1}
     assert {answer.header["number"] for answer in answers.values()} == {2}, "no reply of the request before"
@@ -153,16 +146,15 @@ def test_failures_do_not_close_a_request() -> None:
     def failing(packet: Packet, config: Mapping[str, Any]) -> Packet:
         return Packet({"verdict": "failed", "reason": ""}) if config["partition-id"] < 5 else answered(packet, config)
 
-    grid = Delayed(dict.fromkeys(range(5), 0.0) | dict.fromkeys(range(5, DEVICES), 0.3))
-    grid.app = client_app(failing)
-    _, answers = played(transport_of(grid), range(DEVICES), waiting(enough=5))
+    hub = Delayed(dict.fromkeys(range(5), 0.0) | dict.fromkeys(range(5, DEVICES), 0.3), failing)
+    _, answers = played(transport_of(hub), range(DEVICES), waiting(enough=5))
     assert sum(answer.header["verdict"] == REPLY for answer in answers.values()) == 5
 
 
 def test_a_device_that_signed_off_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("polyfed.engines.patience.LOOK_EVERY", 0.05)
-    grid = Delayed(dict.fromkeys(range(DEVICES), 0.2) | {LAST: math.inf})
-    grid.offline = {LAST}
-    seconds, answers = played(transport_of(grid), range(DEVICES), waiting(20.0, away_seconds=0.0))
+    hub = Delayed(dict.fromkeys(range(DEVICES), 0.2) | {LAST: math.inf})
+    hub.absent = {hub.names[LAST]}
+    seconds, answers = played(transport_of(hub), range(DEVICES), waiting(20.0, away_seconds=0.0))
     assert seconds < 5.0
     assert answers[LAST].startswith("late: its node has been offline for ")

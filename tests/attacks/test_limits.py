@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
 from attacks.smuggling import ENGINES, up
 from attacks.test_requirements import Hostile, left, text
@@ -422,7 +422,7 @@ def test_a_policy_file_without_a_section_opens_no_device(content: str, tmp_path:
         assert answer.header["verdict"] == FAILED
         assert "its policy file is not valid" in str(answer.header["reason"])
     assert not left(server.devices)
-    with refuses(RecipeError, "--node-config"):
+    with refuses(RecipeError, "[[device]]"):
         node_from(f'data="x.npz" client=0 modalities="a" policy="{policy}"').rules  # noqa: B018
 
 

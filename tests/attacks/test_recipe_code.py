@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from engines.federations import PATIENCE, Surrounded, recipe_for
+from engines.federations import PATIENCE, Federation, recipe_for
 from polyfed.cli import main
 from polyfed.core.errors import CheckpointError, EgressError, ModelError, NotAllowed, RecipeError
 from polyfed.core.registry import Allowance, only
@@ -323,7 +323,7 @@ HELLO = hello()
 @pytest.fixture
 def devices(trace: Path, tmp_path: Path, monkeypatch: Any) -> Any:
     """Makes three devices for a recipe in which a section names a part of `face`, which is not imported yet."""
-    pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+    pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
     from engines.devices import Devices
 
     (trace.parent / "home" / "face.py").write_text(FACE)
@@ -461,8 +461,8 @@ def test_checking_a_device_imports_no_more_than_the_device_would(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_real_devices_import_only_what_their_owners_allow(trace: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """SuperLink, SuperNodes and ClientApps as processes; each node's would leave a trace of its own."""
-    pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+    """Each device's processes would leave a trace of their own."""
+    pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
     home = tmp_path / "home"
     (home / "face.py").write_text(FACE)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(home), os.environ.get("PYTHONPATH", "")]))
@@ -470,8 +470,8 @@ def test_real_devices_import_only_what_their_owners_allow(trace: Path, tmp_path:
     recipe.write_text(recipe.read_text().replace('name = "fedavg"', 'name = "face:Mean"'))
     assert load_recipe(recipe).table()["algorithm"]["name"] == "face:Mean"
     traces = {client: tmp_path / f"trace-{client}" for client in range(3)}
-    environments = {client: {"TRACE": str(path)} for client, path in traces.items()}
-    with Surrounded(recipe, tmp_path / "fed", environments, {}) as federation:
+    with Federation(recipe, tmp_path / "fed") as federation:
+        federation.environments = {f"device-{client}": {"TRACE": str(path)} for client, path in traces.items()}
         policy = federation.nodes[1] / "policy.toml"
         allowed = policy.read_text()
         assert 'imports = [\n    "face:Mean",\n]' in allowed
@@ -481,7 +481,7 @@ def test_real_devices_import_only_what_their_owners_allow(trace: Path, tmp_path:
         told = json.loads((federation.out / "error.json").read_text())
         assert told["exit_code"] == 3
         assert "client 1 refused the recipe: [algorithm] name = 'face:Mean'" in told["text"]
-        assert '[allow] imports = ["face:Mean"]' in federation.log("node-1")
+        assert '[allow] imports = ["face:Mean"]' in federation.log("device-1")
         assert {client for client, path in traces.items() if path.exists()} == {0, 2}
         policy.write_text(allowed)
         shutil.rmtree(federation.out)

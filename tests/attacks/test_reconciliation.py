@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
 from engines.devices import RECIPE, Devices
 from polyfed.cli import main
@@ -273,17 +273,16 @@ def test_a_full_disk_of_the_server_leaves_no_half_of_a_round(tmp_path: Path, mon
 def test_a_message_that_never_left_is_not_booked(tmp_path: Path, monkeypatch: Any) -> None:
     devices = Devices(tmp_path)
     transport = devices.transport()
-    push, calls = transport.grid.push_messages, [0]
+    push, calls = transport.push, [0]
 
-    def gone(messages: Any) -> Any:
-        several = list(messages)
-        calls[0] += several[0].metadata.message_type == "train"
+    def gone(packets: Any, seconds: float, *, enrols: bool) -> Any:
+        calls[0] += not enrols
         if calls[0] == 3:
-            raise ConnectionError("the SuperLink is gone")
-        return push(several)
+            raise TransportError("the server is gone")
+        return push(packets, seconds, enrols=enrols)
 
-    monkeypatch.setattr(transport.grid, "push_messages", gone)
-    with refuses(TransportError, "SuperLink is gone"):
+    monkeypatch.setattr(transport, "push", gone)
+    with refuses(TransportError, "server is gone"):
         devices.serve(tmp_path / "run", transport)
     told = json.loads((tmp_path / "run" / "error.json").read_text())
     assert (told["error"], told["exit_code"]) == ("TransportError", 6)

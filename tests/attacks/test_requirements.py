@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
 from engines.devices import Devices
 from federation.test_secure_aggregation import secured, small

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
 from attacks.test_requirements import EPSILON, EXAMPLE, LOCAL, NOISE, SPEND, Hostile, device, left, text
 from polyfed.core.errors import CheckpointError, EgressError, RecipeError

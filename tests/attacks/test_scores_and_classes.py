@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
 from engines.devices import RECIPE
 from laws.test_announced import CASES, with_tests

@@ -1,5 +1,6 @@
 """Tasks and fields that `polyfed check` does not announce: nothing of them leaves a client."""
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,8 +19,8 @@ from polyfed.core.messages import Message, carries, message
 from polyfed.core.request import Request
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
-from polyfed.deploy.app_folder import node_config, write_nodes
-from polyfed.deploy.device.configuration import node_from, policy_on
+from polyfed.deploy.app_folder import device_tables, write_nodes
+from polyfed.deploy.device.configuration import NodeConfig, policy_on
 from polyfed.deploy.device.data import population_on
 from polyfed.deploy.device.recipe_check import inspect
 from polyfed.deploy.handlers import runtime_of
@@ -217,10 +218,10 @@ def test_what_no_rehearsal_sees_is_refused_when_it_comes(engine: Any) -> None:
 def test_a_device_is_told_what_its_own_gate_goes_by(name: str, tmp_path: Path) -> None:
     made = world(name)
     population = population_of(made)
-    for client, place in enumerate(write_nodes(made, tmp_path)):
-        text = node_config(place, client, population.modalities(client)) + ' relay="server-sees"'
-        inspection = inspect(made, text)
-        node = node_from(text)
+    for client, table in enumerate(device_tables(made, write_nodes(made, tmp_path))):
+        table |= {"relay": "server-sees"}
+        node = NodeConfig(**table)
+        inspection = inspect(made, " ".join(f"{key}={json.dumps(value)}" for key, value in table.items()))
         shapes = {modality: column.shape for modality, column in population.columns.modalities.items()}
         facts = Facts(shapes, population.columns.num_classes)
         policy = policy_on(node, made, node.held)

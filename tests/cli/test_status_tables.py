@@ -11,7 +11,7 @@ from polyfed.deploy.server.membership import MEMBERS
 from polyfed.deploy.server.monitor import metrics_of, status_of
 from polyfed.deploy.server.run_log import RunStatus
 
-RUNS = [{"id": "8", "status": "pending"}, {"id": "7", "status": "running"}, {"id": "6", "status": "finished:completed"}]
+RUNS = ["8", "7", "6"]
 LINK = {"nodes": {"registered": 3, "online": 1}, "away": ["SHA256:one", "SHA256:two"], "runs": RUNS}
 
 

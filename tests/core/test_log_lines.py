@@ -4,8 +4,6 @@ import contextlib
 import json
 import logging
 import re
-import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -95,11 +93,3 @@ def test_a_log_on_a_full_disk_does_not_stop_the_work_of_a_device(monkeypatch: py
     monkeypatch.undo()
     with contextlib.suppress(OSError):
         full.close()
-
-
-def test_the_file_needs_the_standard_library_only() -> None:
-    """A device's SuperNode loads it by its path, so that PyTorch is not imported there."""
-    code = "import runpy, sys; runpy.run_path(sys.argv[1]); print(sorted({'torch', 'polyfed'} & set(sys.modules)))"
-    words = [sys.executable, "-S", "-c", code, str(Path(log_lines.__file__))]
-    assert subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip() == "[]"
-    assert runpy.run_path(log_lines.__file__)["LOG_FORMAT"] == LOG_FORMAT

@@ -408,10 +408,10 @@ class Federation:
         return found
 
     def deployed(self) -> dict[str, Any]:
+        from engines.direct import over
         from polyfed.deploy import write_app
         from polyfed.deploy.handlers import Deployed
         from polyfed.deploy.server.server import serve
-        from polyfed.engines.flower import DirectGrid, GridTransport, client_app
         from polyfed.experiment.running.loop import execute
 
         app = write_app(self.folder / "recipe.toml", self.folder / "app")
@@ -426,8 +426,7 @@ class Federation:
             }
             for client in range(self.count)
         ]
-        apps = client_app(lambda packet, config: handler(packet, configs[int(config["partition-id"])]))
-        transport = GridTransport(DirectGrid(apps, self.count))
+        transport = over(lambda packet, config: handler(packet, configs[config["partition-id"]]), self.count)
         serve(app / "recipe.toml", transport, {"out": str(self.folder / "run")}, execute)
         found: dict[str, Any] = json.loads((self.folder / "run" / "result.json").read_text())
         return found
@@ -435,13 +434,13 @@ class Federation:
 
 @pytest.mark.parametrize("columns", [FITTED, STATED])
 def test_devices_fit_the_same_words_and_means_as_a_simulation(tmp_path: Path, columns: str) -> None:
-    pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+    pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
     federation = Federation(tmp_path, columns, count=1)
     assert federation.deployed()["state_sha256"] == federation.simulated()
 
 
 def test_a_device_books_what_it_tells_and_the_logs_agree(tmp_path: Path) -> None:
-    pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+    pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
     from polyfed.report.reading.reconciliation import reconcile
 
     federation = Federation(tmp_path)
@@ -474,14 +473,14 @@ def test_a_device_books_what_it_tells_and_the_logs_agree(tmp_path: Path) -> None
     ],
 )
 def test_a_device_refuses_what_its_owner_has_not_allowed(tmp_path: Path, policy: str, words: str) -> None:
-    pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+    pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
     federation = Federation(tmp_path, policy=policy)
     with refuses(PolyfedError, words):
         federation.deployed()
 
 
 def test_a_recipe_cannot_join_an_array_that_means_something_else(tmp_path: Path) -> None:
-    pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+    pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
     from polyfed.core.registry import Allowance, only
     from polyfed.deploy.device.allowed_arrays import check_arrays
 

@@ -107,11 +107,11 @@ enrol_seconds = 2.0
 
 @pytest.mark.filterwarnings("ignore:data. a, b. features differ in size")
 def test_a_device_scales_its_file_as_a_simulation_does(tmp_path: Path) -> None:
-    pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+    pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
+    from engines.direct import over
     from polyfed.deploy import write_app, write_nodes
     from polyfed.deploy.handlers import Deployed
     from polyfed.deploy.server.server import serve
-    from polyfed.engines.flower import DirectGrid, GridTransport, client_app
     from polyfed.experiment.running.loop import execute
 
     np.savez(tmp_path / "mine.npz", a=A, b=B, label=LABEL, split=SPLIT)
@@ -133,7 +133,7 @@ def test_a_device_scales_its_file_as_a_simulation_does(tmp_path: Path) -> None:
         "state": str(tmp_path / "state"),
     }
     handler = Deployed(app / "recipe.toml")
-    transport = GridTransport(DirectGrid(client_app(lambda packet, _: handler(packet, config)), 1))
+    transport = over(lambda packet, _: handler(packet, config), 1)
     serve(app / "recipe.toml", transport, {"out": str(tmp_path / "run")}, execute)
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["state_sha256"] == one.result["state_sha256"] == arrays.result["state_sha256"]

@@ -1,16 +1,20 @@
-"""What tests over real processes share: recipes, what a run left, waiting, nodes with an environment of their own."""
+"""What tests over real processes share: recipes, what a run left, waiting, devices with an environment of their own."""
 
 import json
 import os
+import signal
+import subprocess
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from typing_extensions import override
+
 import polyfed
-from polyfed.deploy.app_folder import node_config
 from polyfed.deploy.local_federation import LocalFederation
+from polyfed.deploy.processes import signal_group
 
 DEMO = Path(__file__).resolve().parents[2] / "recipes" / "federation-demo.toml"
 METHODS = {"fedavg": "", "fedprox": "mu = 0.1", "scaffold": "", "moon": "mu = 1.0\nprojection = 8"}
@@ -53,37 +57,49 @@ def until(done: Callable[[], bool], what: str, seconds: float = PATIENCE) -> Non
         time.sleep(0.2)
 
 
-def said(federation: LocalFederation, text: str, times: int = 1) -> Callable[[], bool]:
+def said(federation: "Federation", text: str, times: int = 1) -> Callable[[], bool]:
     return lambda: federation.log("run").count(text) >= times
 
 
-class Surrounded(LocalFederation):
-    """A local federation in which processes of some nodes have an environment and a place for their state of their own.
+class Federation(LocalFederation):
+    """A local federation whose processes can be killed, and can have variables of their own.
 
-    Args:
-        recipe_path, folder: see `LocalFederation`.
-        environments: variables of a node's processes, by client.
-        states: folder for a client's state.
+    Attributes:
+        environments: variables of a process, by its name.
     """
 
-    def __init__(
-        self,
-        recipe_path: Path,
-        folder: Path,
-        environments: Mapping[int, Mapping[str, str]],
-        states: Mapping[int, Path],
-    ) -> None:
+    def __init__(self, recipe_path: Path, folder: Path) -> None:
         super().__init__(recipe_path, folder)
-        self.environments, self.states = environments, states
+        self.environments: dict[str, Mapping[str, str]] = {}
 
-    def start_node(self, client: int, **changes: str) -> None:
-        """See `LocalFederation`."""
-        if client in self.states:
-            config = node_config(self.nodes[client], client, self.held[client])
-            changes = {"node_config": f'{config} state="{self.states[client]}"'} | changes
-        with patch.dict(os.environ, self.environments.get(client, {})):
-            super().start_node(client, **changes)
+    @override
+    def begin(self, name: str, words: list[str]) -> "subprocess.Popen[bytes]":
+        with patch.dict(os.environ, self.environments.get(name, {})):
+            return super().begin(name, words)
 
-    def state(self, client: int) -> Path:
-        """Folder of a client's state."""
-        return self.states.get(client, self.nodes[client] / "polyfed-state")
+    def run(self, app: Path | None = None, changed: str = "") -> "subprocess.Popen[bytes]":
+        """Start a run, `polyfed submit`.
+
+        Args:
+            changed: code that the process of the run begins with, which may change polyfed.
+        """
+        if changed:
+            place = self.folder / "changed"
+            place.mkdir(exist_ok=True)
+            (place / "sitecustomize.py").write_text(changed)
+            path = os.pathsep.join([str(place), *filter(None, [os.environ.get("PYTHONPATH", "")])])
+            self.environments["run"] = {"PYTHONPATH": path}
+        try:
+            return self.begin("run", ["submit", str(app or self.app), "--credentials", str(self.credentials)])
+        finally:
+            self.environments.pop("run", None)
+
+    def kill(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
+        """End a process and its process group with a signal. The default signal ends them immediately."""
+        process = self.processes.pop(name)
+        signal_group(process.pid, how)
+        process.wait()
+
+    def state(self, number: int) -> Path:
+        """Folder of a device's state."""
+        return Path(self.tables[number].get("state", self.nodes[number] / "polyfed-state"))

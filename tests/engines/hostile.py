@@ -1,7 +1,7 @@
-"""A hostile device: how the processes of one SuperNode are tampered with, without the app or polyfed knowing.
+"""A hostile device: how the processes of one device are tampered with, without polyfed knowing.
 
-`surroundings` gives that SuperNode a `sitecustomize.py`, which Python runs at the start of each process: in a ClientApp
-it changes what is packed into a reply, in the SuperNode it delivers replies twice. What to do in which round is read
+`surroundings` gives that device a `sitecustomize.py`, which Python runs at the start of each process: in that of the
+tasks it changes replies, in that of the connection it delivers replies twice. What to do in which round is read
 from a plan that the test writes: client -> round -> names of misdeeds.
 """
 
@@ -24,7 +24,7 @@ Plan = Mapping[int, Mapping[int, tuple[str, ...]]]
 
 
 def surroundings(folder: Path, disk: Path | None = None) -> dict[str, str]:
-    """The environment of a hostile SuperNode.
+    """The environment of a hostile device.
 
     Args:
         folder: for the plan and what the processes note there.
@@ -46,32 +46,32 @@ def agree(folder: Path, plan: Plan) -> None:
 
 def take_over() -> None:
     """Tamper with this process, if it is one of those that matter."""
-    programs = {Path(word).name for word in sys.orig_argv[1:4]}
-    if "polyfed.deploy.device.process" in programs:
+    programs = set(sys.orig_argv[1:4])
+    if "polyfed.deploy.device.tasks" in programs:
         _tamper_with_replies()
-    elif "supernode_process.py" in programs:
+    elif "polyfed.deploy.device.agent" in programs:
         _deliver_twice()
 
 
 def _tamper_with_replies() -> None:
-    from polyfed.engines.flower import apps
+    from polyfed.deploy.handlers import Deployed
 
-    read, pack = apps.packet_of, apps.records
-    asked: list[Any] = []
+    answer = Deployed.__call__
 
-    def before(content: Any) -> Any:
-        packet = read(content)
-        asked.append(packet)
-        if DISK in os.environ:
-            _fill(Path(os.environ[DISK]), full="full disk" in _misdeeds(packet.header))
-        return packet
+    def tampered(self: Any, packet: Any, config: Any) -> Any:
+        names = _misdeeds(packet.header)
+        if "full disk" in names:
+            _fill(Path(os.environ[DISK]))
+        try:
+            reply = answer(self, packet, config)
+        finally:
+            if DISK in os.environ:
+                (Path(os.environ[DISK]) / "filler").unlink(missing_ok=True)
+        for name in names:
+            reply = MISDEEDS[name](packet, reply)
+        return reply
 
-    def after(reply: Any) -> Any:
-        for name in _misdeeds(asked[-1].header):
-            reply = MISDEEDS[name](asked[-1], reply)
-        return pack(reply)
-
-    apps.packet_of, apps.records = before, after
+    Deployed.__call__ = tampered  # type: ignore[method-assign]
 
 
 def _misdeeds(header: Mapping[str, Any]) -> list[str]:
@@ -88,14 +88,11 @@ def _folder() -> Path:
     return Path(os.environ[FOLDER])
 
 
-def _fill(disk: Path, full: bool) -> None:
-    """Leave `SPARE` bytes on the disk, or all that the state does not take."""
-    filler = disk / "filler"
-    filler.unlink(missing_ok=True)
-    if full:
-        status = os.statvfs(disk)
-        with filler.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, status.f_bavail * status.f_frsize - SPARE)
+def _fill(disk: Path) -> None:
+    """Leave `SPARE` bytes on the disk."""
+    status = os.statvfs(disk)
+    with (disk / "filler").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, status.f_bavail * status.f_frsize - SPARE)
 
 
 def _remembered(request: Any, reply: Any) -> Any:
@@ -151,32 +148,20 @@ MISDEEDS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def _deliver_twice() -> None:
-    """Have the SuperNode deliver a reply whole, then the same again, then once more as if it were another."""
-    from flwr.supernode import start_client_internal as node
+    """Have the device deliver a reply whole, then the same again, then once more as the reply to another request."""
+    from polyfed.transport.connection import Connection
 
-    push = node._push_messages
+    send = Connection.send
 
-    def twice(*, send: Callable[..., Any], **rest: Any) -> None:
-        letters: list[Any] = []
-
-        def noted(*request_packet: Any) -> Any:
-            letters.append(request_packet)
-            return send(*request_packet)
-
-        push(send=noted, **rest)
+    def twice(self: Any, request: str, path: Path) -> bool:
+        done = send(self, request, path)
         wish = _folder() / TWICE
         if wish.exists():
             wish.unlink()
-            for message, *more in letters:
-                _again(send, message, more, message.metadata.message_id)
-                _again(send, message, more, "f" * len(message.metadata.message_id))
+            other = request.partition(".")[0] + "." + "f" * 16
+            with (_folder() / TOLD).open("a") as file:
+                for name in (request, other):
+                    file.write(json.dumps({"request": name, "taken": send(self, name, path)}) + "\n")
+        return done
 
-    node._push_messages = twice
-
-
-def _again(send: Callable[..., Any], message: Any, more: list[Any], identity: str) -> None:
-    """Deliver a message under an identity, and note what the SuperLink wanted of it."""
-    message.metadata.__dict__["_message_id"] = identity
-    wanted, _ = send(message, *more)
-    with (_folder() / TOLD).open("a") as file:
-        file.write(json.dumps({"identity": identity, "wanted": sorted(wanted)}) + "\n")
+    Connection.send = twice  # type: ignore[method-assign]

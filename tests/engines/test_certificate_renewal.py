@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
 import uvicorn
 from cryptography import x509

@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
 import polyfed
 from engines.devices import RECIPE
-from engines.federations import PATIENCE, outcome, reference
+from engines.federations import PATIENCE, Federation, outcome, reference
 from polyfed.deploy.app_folder import write_job
-from polyfed.deploy.local_federation import LocalFederation
 from polyfed.experiment.evaluate import job_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -31,30 +30,25 @@ shrinkage = true
 """
 
 CAPTURE = """
-import json
-from polyfed.engines.flower.server import transport
-read = transport.packet_of
+from polyfed.engines import queued
+read = queued.unframed
 def kept(content):
     with open(PLACE, "ab") as file:
-        for record in content.array_records.values():
-            for array in record.values():
-                file.write(array.data)
-        for record in content.config_records.values():
-            file.write(json.dumps(dict(record), default=repr).encode())
+        file.write(content)
     return read(content)
-transport.packet_of = kept
+queued.unframed = kept
 """
-"""Everything that reaches the process of the server's half of the app, before polyfed reads it."""
+"""Everything that reaches the process of the run, before polyfed reads it."""
 
 
 @pytest.fixture(scope="module")
-def federation(tmp_path_factory: Any) -> Iterator[LocalFederation]:
+def federation(tmp_path_factory: Any) -> Iterator[Federation]:
     folder = tmp_path_factory.mktemp("federation")
     text = RECIPE.replace('holdings = [["a", "b"], ["a"], ["b"]]', "validation = 0.25").replace(
         '"scaffold"', '"fedavg"'
     )
     (folder / "own.toml").write_text(text.replace("enrol_seconds = 2.0", "") + MORE)
-    with LocalFederation(folder / "own.toml", folder / "fed") as started:
+    with Federation(folder / "own.toml", folder / "fed") as started:
         for place in started.nodes:
             path = place / "policy.toml"
             path.write_text(path.read_text() + "[limits]\nmin_group = 1\n")
@@ -63,7 +57,7 @@ def federation(tmp_path_factory: Any) -> Iterator[LocalFederation]:
 
 
 def test_three_device_processes_score_subsets_and_count_like_the_sequential_engine(
-    federation: LocalFederation, tmp_path: Path
+    federation: Federation, tmp_path: Path
 ) -> None:
     recipe = federation.folder.parent / "own.toml"
     federation.run().wait(PATIENCE)
@@ -81,14 +75,12 @@ def test_three_device_processes_score_subsets_and_count_like_the_sequential_engi
 
 
 def test_a_job_on_three_device_processes_equals_the_pooled_file_and_sends_no_row_score_or_label(
-    federation: LocalFederation, tmp_path: Path
+    federation: Federation, tmp_path: Path
 ) -> None:
     model, recipe = tmp_path / "model", federation.folder.parent / "own.toml"
     polyfed.run(recipe, model, engine="sequential")
     app = write_job(job_of(model, None), tmp_path / "job")
-    module = app / "polyfed_app.py"
-    module.write_text(module.read_text() + CAPTURE.replace("PLACE", repr(str(tmp_path / "captured"))))
-    federation.run(app).wait(PATIENCE)
+    federation.run(app, changed=CAPTURE.replace("PLACE", repr(str(tmp_path / "captured")))).wait(PATIENCE)
     told = json.loads((app / "run" / "result.json").read_text())["evaluation"]
     parts = [dict(np.load(place / "data.npz")) for place in federation.nodes]
     rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

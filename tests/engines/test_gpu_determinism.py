@@ -87,7 +87,7 @@ def test_worker_processes_are_deterministic(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_device_is_deterministic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+    pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
     from engines.devices import Devices
     from polyfed.deploy.device import runtime as client_runtime
 

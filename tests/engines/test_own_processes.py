@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="the extra polyfed[server] is not installed")
 
 import polyfed
-from polyfed.core.errors import RecipeError
+from polyfed.core.errors import TransportError
 from polyfed.deploy import submit
 from polyfed.deploy.app_folder import write_app, write_nodes
 from polyfed.deploy.credentials import write_credentials
@@ -176,6 +176,7 @@ def test_a_run_over_the_own_transport_equals_a_simulation(begun: Callable[..., O
     """The devices share one process; it needs little memory before a task comes, and ends its tasks with itself."""
     federation = begun(1, together=True)
     federation.until(lambda: "3 devices are ready" in federation.log("devices"), "the devices")
+    assert "when `polyfed submit` is called again" in federation.log("devices"), "what silence of the server means"
     gateway = psutil.Process(federation.processes["devices"].pid)
     assert gateway.memory_info().rss < 60e6
     assert federation.start("run").wait(PATIENCE) == 0, federation.log("run")
@@ -186,12 +187,12 @@ def test_a_run_over_the_own_transport_equals_a_simulation(begun: Callable[..., O
     assert federation.processes["devices"].wait(30) == 0
     _, alive = psutil.wait_procs(children, timeout=30)
     assert not alive
-    submit(federation.app, federation.credentials, {}, print)
-    assert "nothing to do" in capsys.readouterr().out
+    submit(federation.app, federation.credentials, {})
+    assert "nothing to do" in capsys.readouterr().err
     federation.processes["server"].terminate()
     assert federation.processes["server"].wait(30) in (0, -signal.SIGTERM)
-    with refuses(RecipeError, "no server uses"):
-        submit(federation.app, federation.credentials, {}, print)
+    with refuses(TransportError, "no server uses"):
+        submit(federation.app, federation.credentials, {})
 
 
 @pytest.mark.slow

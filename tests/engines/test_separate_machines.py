@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
 from engines.federations import PATIENCE, rows, until
 from polyfed.deploy.processes import groups_of, lives, signal_group
@@ -42,7 +42,7 @@ class Block(NamedTuple):
 
 def blocks() -> list[Block]:
     """The blocks of the step-by-step section, each of which begins with a line that says where it belongs."""
-    section = PAGE.read_text().partition("### Several machines, step by step")[2].partition("\n### ")[0]
+    section = PAGE.read_text().partition("## Several machines, step by step")[2].partition("\n## ")[0]
     groups = {"every machine": (SERVER, *DEVICES), "every device": DEVICES}
     found = []
     for text in re.findall(r"^```\w*\n(.*?)^```$", section, re.MULTILINE | re.DOTALL):
@@ -101,9 +101,7 @@ class Machines:
 
     def start(self, machine: str, text: str) -> "subprocess.Popen[bytes]":
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-        quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
-        environment = dict(os.environ) | quiet | {"PATH": path, "OMP_NUM_THREADS": "1"}
-        environment.pop("FLWR_HOME", None)
+        environment = dict(os.environ) | {"PATH": path, "OMP_NUM_THREADS": "1"}
         words = ["ip", "netns", "exec", self.space(machine), "bash", "-ec", text]
         with self.log.open("ab") as log:
             process = subprocess.Popen(
@@ -156,8 +154,8 @@ def follow(machines: Machines) -> None:
                 assert code == 0, f"{machine}: {block.text}{machines.told()[-3000:]}"
         if "ssh-keygen" in block.text:
             carry(machines)
-        if "polyfed superlink" in block.text:
-            until(lambda: "Uvicorn running" in machines.told(), "the SuperLink", 120)
+        if "polyfed server" in block.text:
+            until(lambda: "waiting for devices on port 9092" in machines.told(), "the server", 120)
 
 
 def test_a_new_user_follows_the_page_on_three_machines(machines: Machines) -> None:
@@ -186,18 +184,18 @@ def test_from_another_machine_only_the_public_port_answers(machines: Machines) -
         write_credentials("c", 1, ["server.example.org"])
     """
     assert machines.start(SERVER, f"python -c '{textwrap.dedent(setup)}'").wait(120) == 0
-    machines.start(SERVER, "polyfed superlink c --metrics-port 9095 --status-port 9096")
-    until(lambda: machines.told().count("Uvicorn running") == 4, "all ports", 120)
+    machines.start(SERVER, "polyfed server c --metrics-port 9095 --status-port 9096")
+    until(lambda: "waiting for devices on port 9092" in machines.told(), "all ports", 120)
     probe = """
         import socket
-        for port in (9092, 9093, 9095, 9096):
+        for port in (9092, 9095, 9096):
             with socket.socket() as line:
                 line.settimeout(5)
                 print("PORT", port, line.connect_ex(("server.example.org", port)) == 0)
     """
     assert machines.start("device 0", f"python -c '{textwrap.dedent(probe)}'").wait(120) == 0
     found = dict(re.findall(r"^PORT (\d+) (\w+)$", machines.told(), re.MULTILINE))
-    assert found == {"9092": "True", "9093": "False", "9095": "False", "9096": "True"}
+    assert found == {"9092": "True", "9095": "False", "9096": "True"}
     shutil.copy(machines.folders[SERVER] / "c" / "ca.pem", machines.folders["device 0"])
     shutil.copy(machines.folders[SERVER] / "c" / "status.token", machines.folders["device 0"])
     ask = "polyfed status server.example.org:9096 --root-certificates ca.pem --token status.token"

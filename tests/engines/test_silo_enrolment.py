@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
 from engines.devices import RECIPE, Devices
+from engines.direct import Hub, HubTransport, over
 from polyfed.core.errors import RecipeError, TooFewReplies
+from polyfed.deploy.local_federation import run_locally
 from polyfed.deploy.server.membership import expected
-from polyfed.engines.flower import DirectGrid, GridTransport, client_app
-from polyfed.experiment.recipes.recipe import load_recipe, parse_recipe
-from polyfed.experiment.running.assembly import population_of
+from polyfed.experiment.recipes.recipe import parse_recipe
 from refusals import refuses
 
 HFM = """
@@ -49,25 +49,18 @@ relay = "server-sees"
 """
 
 
-class Growing(DirectGrid):
-    """More nodes are online after the first look."""
+class Growing(Hub):
+    """One more device is online after the first look."""
 
-    def __init__(self, devices: Devices, first: int, later: int) -> None:
-        super().__init__(client_app(devices), first)
-        self.later = later
-
-    def get_node_ids(self) -> Any:
-        found = range(1, self.clients + 1)
-        self.clients = self.later
+    def online(self) -> list[str]:
+        found, self.absent = super().online(), set()
         return found
 
 
 def silos_of(folder: Path, recipe: str = HFM) -> Devices:
     devices = Devices(folder, recipe)
-    silo = population_of(load_recipe(devices.recipe)).silo
-    assert silo is not None
-    for config, number in zip(devices.configs, silo.tolist(), strict=True):
-        config |= {"silo": number, "relay": "server-sees"}
+    assert [config["silo"] for config in devices.configs] == [0, 0, 1, 1]
+    assert {config["relay"] for config in devices.configs} == {"server-sees"}
     return devices
 
 
@@ -76,17 +69,30 @@ def test_hfm_with_two_silos_of_two_modalities_begins_with_four_devices_only(tmp_
     assert len(devices.configs) == 4
     for count in (1, 3):
         with refuses(TooFewReplies, f"{count} of 4"):
-            devices.serve(tmp_path / "run", GridTransport(DirectGrid(client_app(devices), count)))
+            devices.serve(tmp_path / "run", over(devices, count))
         assert not (tmp_path / "run" / "rounds.jsonl").exists()
-    assert devices.serve(tmp_path / "run", GridTransport(DirectGrid(client_app(devices), 4)))["rounds"] == 1
+    assert devices.serve(tmp_path / "run", over(devices, 4))["rounds"] == 1
+
+
+@pytest.mark.parametrize("wrong", ['relay = "refused"', 'relay = "server-sees"\nnodes = 3'])
+def test_a_local_federation_of_silos_that_cannot_run_is_refused_before_anything_starts(
+    wrong: str, tmp_path: Path
+) -> None:
+    (tmp_path / "recipe.toml").write_text(HFM.replace('relay = "server-sees"', wrong))
+    with pytest.raises(RecipeError) as refused:
+        run_locally(tmp_path / "recipe.toml", tmp_path / "fed")
+    assert "4 devices" in str(refused.value) or "relay" in str(refused.value)
+    assert not (tmp_path / "fed" / "credentials").exists()
 
 
 def test_a_device_that_is_online_and_not_taken_is_named(tmp_path: Path, capsys: Any) -> None:
     devices = Devices(tmp_path)
-    devices.serve(tmp_path / "run", GridTransport(Growing(devices, 3, 4)))
-    assert "device node 4 is online and not taken; num = 3" in capsys.readouterr().out
-    devices.serve(tmp_path / "again", GridTransport(DirectGrid(client_app(devices), 3)))
-    assert "not taken" not in capsys.readouterr().out
+    hub = Growing(devices, 4)
+    hub.absent = {hub.names[3]}
+    devices.serve(tmp_path / "run", HubTransport(hub))
+    assert "device device 3 is online and not taken; num = 3" in capsys.readouterr().err
+    devices.serve(tmp_path / "again", over(devices, 3))
+    assert "not taken" not in capsys.readouterr().err
 
 
 def recipe(clients: str = "", engine: str = "") -> Any:

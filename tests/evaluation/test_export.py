@@ -229,18 +229,17 @@ def test_a_folder_without_a_finished_run_is_refused(tmp_path: Path) -> None:
 
 def deployed(case: str, folder: Path) -> polyfed.Run:
     """A run whose clients are behind the wire."""
-    pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
-    from engines.direct import grid_of
+    pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
+    from engines.direct import HubTransport, hub_of
     from polyfed.deploy.server.server import engine_by
-    from polyfed.engines.flower import GridTransport
     from polyfed.experiment.running.loop import execute
 
     recipe = replace(
         made(case, encoders=PLAIN), engine=EngineSpec(name="flower"), deployment=DeploymentSpec(relay="server-sees")
     )
-    grid = grid_of(recipe, folder / "nodes")
-    transport = GridTransport(grid)
-    assert len(transport.enrol(grid.clients, 30)) == grid.clients
+    hub = hub_of(recipe, folder / "nodes")
+    transport = HubTransport(hub)
+    assert len(transport.enrol(hub.clients, 30)) == hub.clients
     records = Records(folder / "run", resume=False)
     return execute(recipe, records, Emitter([]), population=population_of(recipe), engine=engine_by(transport, recipe))
 

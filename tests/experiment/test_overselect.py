@@ -88,12 +88,12 @@ def test_it_is_read_and_written_as_a_key_of_clients(tmp_path: Path) -> None:
 def test_on_flower_a_request_closes_at_the_replies_that_are_needed(
     spec: dict[str, Any], enough: int, tmp_path: Path
 ) -> None:
-    pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
-    from engines.direct import grid_of, joined, played
+    pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
+    from engines.direct import hub_of, joined, played
 
     quorum = {"min_replies": spec.pop("min_replies", 1)}
     made = replace(timed("flower", None, **quorum), rounds=1, deployment=DeploymentSpec(**spec))
-    parts = joined(made, grid_of(made, tmp_path))
+    parts = joined(made, hub_of(made, tmp_path))
     seen, exchange = [], parts.engine.transport.exchange  # type: ignore[attr-defined]
 
     def watched(packets: Any, patience: Any, sent: Any) -> Any:

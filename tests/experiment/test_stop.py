@@ -67,10 +67,9 @@ def test_patience_counts_evaluations_without_a_large_enough_improvement(
 
 
 def test_clients_own_validation_rows_stop_every_engine_at_the_round_at_which_the_pooled_rows_do(tmp_path: Path) -> None:
-    pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
-    from engines.direct import grid_of
+    pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
+    from engines.direct import HubTransport, hub_of
     from polyfed.deploy.server.server import engine_by
-    from polyfed.engines.flower import GridTransport
     from polyfed.experiment.recipes.settings import EngineSpec
     from polyfed.experiment.running.assembly import population_of
     from polyfed.experiment.running.events import Emitter
@@ -89,7 +88,7 @@ def test_clients_own_validation_rows_stop_every_engine_at_the_round_at_which_the
             == polyfed.run(scored(engine=name, rounds=own.result["rounds"])).result["state_sha256"]
         )
     made = replace(scored(metric=OWN, patience=2), engine=EngineSpec(name="flower"))
-    transport = GridTransport(grid_of(made, tmp_path))
+    transport = HubTransport(hub_of(made, tmp_path))
     transport.enrol(6, 30)
     engine = engine_by(transport, made)
     far = execute(made, None, Emitter([]), population=population_of(made), engine=engine)
@@ -216,7 +215,7 @@ def test_a_metric_that_the_run_never_measures_is_refused_before_it(
 
 
 def test_rows_that_do_not_train_of_devices_end_a_deployment(tmp_path: Path) -> None:
-    pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+    pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
     from engines.devices import RECIPE, Devices
 
     text = RECIPE.replace("rounds = 2", "rounds = 9").replace("[clients]", "[clients]\nvalidation = 0.3")

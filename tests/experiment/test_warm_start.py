@@ -102,7 +102,7 @@ def test_a_run_needs_its_source_only_once(name: str, source: Path, tmp_path: Pat
 
 
 def test_devices_start_from_the_values_that_the_app_carries(source: Path, tmp_path: Path) -> None:
-    pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+    pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
     from engines.devices import RECIPE, Devices
 
     polyfed.run(_text(tmp_path / "first.toml", RECIPE), tmp_path / "first", engine="sequential")
@@ -166,35 +166,18 @@ def test_what_does_not_fit_is_named_with_both_shapes_and_with_what_does(source: 
         assemble(warm(tmp_path / "noise.safetensors", AWKWARD))
 
 
-def test_a_device_takes_the_values_from_the_app_and_no_more_than_it_can_hold(tmp_path: Path) -> None:
-    pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
-    import io
-    import zipfile
-    from unittest.mock import patch
-
-    from polyfed.core.errors import BadReply
-    from polyfed.deploy.app_folder import CLIENT
-    from polyfed.deploy.device.process import handler_for
+def test_a_device_takes_the_values_from_the_app(tmp_path: Path) -> None:
+    pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
+    from polyfed.deploy.device.tasks import packed, unpacked
     from polyfed.experiment.running.warm_start import APP_COPY, write_text_copy
 
-    def app(text: str) -> bytes:
-        held = io.BytesIO()
-        with zipfile.ZipFile(held, "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr("pyproject.toml", f'[tool.flwr.app.components]\nclientapp = "{CLIENT}"\n')
-            archive.writestr("recipe.toml", "seed = 1\n")
-            archive.writestr(APP_COPY, text)
-        return held.getvalue()
+    def unpack(text: str) -> Path:
+        (tmp_path / "app").write_bytes(packed("seed = 1\n", text))
+        return unpacked(tmp_path / "app", tmp_path / "texts").parent
 
     write_text_copy({"a.w": torch.ones(2)}, tmp_path)
     text = (tmp_path / APP_COPY).read_text()
     (tmp_path / "texts").mkdir()
-    place = handler_for(app(text), tmp_path / "texts").recipe_path.parent
-    assert same(given_of(warm("x"), place), {"a.w": torch.ones(2)})
-    with (
-        patch("polyfed.engines.flower.device.worker.LONGEST_MODEL", 1000),
-        refuses(BadReply, "longer than"),
-    ):
-        handler_for(app(text + " " * 10_000_000), tmp_path / "texts")
-    noise = handler_for(app("{}"), tmp_path / "texts").recipe_path.parent
+    assert same(given_of(warm("x"), unpack(text)), {"a.w": torch.ones(2)})
     with only(Allowance()), refuses(DataError, "cannot be read"):
-        given_of(warm("x"), noise)
+        given_of(warm("x"), unpack("{}"))

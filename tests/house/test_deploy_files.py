@@ -17,15 +17,11 @@ import yaml
 
 from polyfed.cli import app
 from polyfed.core.errors import EgressError, RecipeError
-from polyfed.deploy.device.configuration import node_from
-from polyfed.deploy.launch import SUPERNODE
-from polyfed.engines.flower.device.fetch_limit import DEVICE_LIMIT
-from polyfed.engines.flower.device.supernode_process import CONTACT
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
-SERVICES = ("server", "device")
+SERVICES = ("server", "run", "device")
 
 HARDENED = {
     "NoNewPrivileges": "yes",
@@ -85,7 +81,6 @@ def test_the_image_runs_as_a_user_without_rights() -> None:
     assert stage["ENTRYPOINT"] == '["polyfed"]'
     assert stage["VOLUME"] == "/var/lib/polyfed"
     assert not [text for word, text in last_stage() if word == "RUN" and "pip" in text], "nothing is installed here"
-    assert {"FLWR_TELEMETRY_ENABLED=0", "FLWR_DISABLE_UPDATE_CHECK=1"} <= set(stage["ENV"].split())
 
 
 def test_the_image_has_the_pytorch_of_the_constraints_for_cpus() -> None:
@@ -105,30 +100,21 @@ def test_the_image_and_the_service_can_run_recipes_with_privacy_and_secure_aggre
         assert {"server", "secure", "privacy"} == set(named.split(",")) <= set(extras)
 
 
-def test_the_program_of_the_supernode_is_where_the_command_looks_for_it() -> None:
-    """It reads modules of polyfed by their paths, before it looks at its options."""
-    given = os.environ | {DEVICE_LIMIT: "1", CONTACT: "1"}
-    words = [sys.executable, "-P", str(SUPERNODE), "--help"]
-    done = subprocess.run(words, env=given, capture_output=True, text=True, check=False)
-    assert "--superlink" in done.stdout, done.stderr
-
-
-WITHOUT_RAY = """
+WITHOUT_FLOWER = """
 import sys
-sys.modules["ray"] = None  # importing it fails
-import polyfed.deploy.launch, polyfed.deploy.device.process, polyfed.deploy.submission
-import polyfed.engines.flower.device.worker, polyfed.engines.flower.server.public_port
+sys.modules["ray"] = sys.modules["flwr"] = None  # importing them fails
+import polyfed.deploy.device.agent, polyfed.deploy.device.tasks, polyfed.deploy.device.device_file
+import polyfed.deploy.server.hosting, polyfed.deploy.server.queued_run, polyfed.deploy.local_federation
 from polyfed.cli import main
 """
 
 
-def test_a_server_and_a_device_need_no_ray() -> None:
+def test_a_server_and_a_device_need_neither_flower_nor_ray() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    (simulated,) = (word for word in extras["flower"] if word.startswith("flwr"))
     for extra in ("server", "device"):
-        assert simulated.replace("[simulation]", "") in extras[extra], "the same releases of Flower"
-        assert set(extras[extra]) == {simulated.replace("[simulation]", ""), *extras["flower"]} - {simulated}
-    subprocess.run([sys.executable, "-c", WITHOUT_RAY], check=True)
+        assert not [word for word in extras[extra] if word.startswith(("flwr", "ray"))]
+    assert set(extras["device"]) < set(extras["server"]), "the image and app --local have both"
+    subprocess.run([sys.executable, "-c", WITHOUT_FLOWER], check=True)
 
 
 def test_the_image_holds_nothing_of_the_checkout_but_the_package() -> None:
@@ -158,10 +144,10 @@ def test_a_container_has_no_rights_and_cannot_write_its_files(name: str) -> None
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert not {"privileged", "cap_add", "devices", "network_mode", "pid", "ipc"} & set(service)
-    assert service["restart"] == "unless-stopped"
+    assert service["restart"] == ("on-failure" if name == "run" else "unless-stopped")
     assert replaced(service["mem_limit"]) == "4g"
     writable = [volume.split(":") for volume in map(replaced, service["volumes"]) if not volume.endswith(":ro")]
-    assert writable == [[name, "/var/lib/polyfed"]]
+    assert writable == [["device" if name == "device" else "server", "/var/lib/polyfed"]]
     assert not [volume for volume in service["volumes"] if "docker.sock" in volume]
 
 
@@ -169,15 +155,14 @@ def test_a_container_has_no_rights_and_cannot_write_its_files(name: str) -> None
 def test_a_container_starts_a_command_that_exists(name: str) -> None:
     service = compose()["services"][name]
     given = check_command([replaced(word) for word in service["command"]])
+    if name == "run":
+        assert service["healthcheck"] == {"disable": True}
+        assert service["command"][1] == "/var/lib/polyfed/app"
+        return
     assert f"127.0.0.1:{given['--metrics-port']}/health" in service["healthcheck"]["test"][-1]
     if name == "device":
-        node = node_from(given["--node-config"])
-        assert (node.folder, node.silo, node.relay) == (Path("/var/lib/polyfed/state"), -1, "refused")
-        line = next(word for word in service["command"] if "--node-config" in word)
-        for name, value in (("POLYFED_SILO", "3"), ("POLYFED_RELAY", "server-sees")):
-            line = re.sub(rf"\$\{{{name}:-[^}}]*\}}", value, line)
-        node = node_from(replaced(line).removeprefix("--node-config="))
-        assert (node.silo, node.relay) == (3, "server-sees")
+        assert "/etc/polyfed/device.toml" in service["command"]
+        assert [volume for volume in map(replaced, service["volumes"]) if volume == "/etc/polyfed:/etc/polyfed:ro"]
 
 
 def test_the_server_publishes_its_two_public_ports_and_a_device_none() -> None:
@@ -194,7 +179,7 @@ def unit(path: Path) -> ConfigParser:
 
 
 def test_there_is_a_unit_for_the_server_one_for_a_run_and_one_for_a_device() -> None:
-    assert [path.stem for path in UNITS] == ["polyfed-run", "polyfed-superlink", "polyfed-supernode"]
+    assert [path.stem for path in UNITS] == ["polyfed-device", "polyfed-run", "polyfed-server"]
 
 
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
@@ -212,9 +197,11 @@ def test_a_unit_is_hardened(path: Path) -> None:
         assert words[1:] == ["submit", "/var/lib/polyfed/app"]
         return
     assert (service["Restart"], given["--metrics-port"]) == ("always", "9095")
-    if "supernode" in path.stem:
+    if "device" in path.stem:
+        assert words[1:3] == ["device", "/etc/polyfed/device.toml"]
         assert service["LoadCredential"] == "node.key:/etc/polyfed/node.key"
-        assert "--key %d/node.key" in service["ExecStart"]
+        page = (ROOT / "docs" / "operations.md").read_text()
+        assert 'key = "/run/credentials/polyfed-device.service/node.key"' in page, "where systemd puts it"
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not here")
@@ -244,6 +231,6 @@ def test_the_image_builds_and_runs() -> None:
     words = ["docker", "build", "--quiet", "--file", str(DEPLOY / "Dockerfile"), "--tag", tag, str(ROOT)]
     subprocess.run(words, check=True)
     hardened = ["--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges", "--tmpfs=/tmp"]
-    run = ["docker", "run", "--rm", *hardened, tag, "superlink", "--help"]
+    run = ["docker", "run", "--rm", *hardened, tag, "server", "--help"]
     assert "--status-port" in subprocess.run(run, capture_output=True, text=True, check=True).stdout
     subprocess.run(["docker", "image", "rm", tag], check=True)

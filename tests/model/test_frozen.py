@@ -215,12 +215,12 @@ def test_a_run_does_not_go_on_with_other_frozen_values(tmp_path: Path) -> None:
 
 
 def test_clients_elsewhere_have_the_servers_frozen_values_or_are_left_out(tmp_path: Path) -> None:
-    pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
-    from engines.direct import grid_of, joined
+    pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
+    from engines.direct import hub_of, joined
     from engines.direct import played as played_there
 
     made = loaded(tmp_path / "weights.pt", rounds=1, engine=EngineSpec(name="flower"))
-    grid = grid_of(made, tmp_path / "clients")
+    grid = hub_of(made, tmp_path / "clients")
     state, ledger = played_there(made, joined(made, grid))
     _, here, ledger_here = played(replace(made, engine=EngineSpec(name="sequential")))
     assert checkpoint.digest(state) == checkpoint.digest(here)

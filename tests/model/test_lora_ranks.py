@@ -411,14 +411,14 @@ def test_ranks_without_adapters_and_other_conflicts_are_refused(folders: dict[st
 
 
 def test_real_packets_give_the_same_run(folders: dict[str, str], tmp_path: Path) -> None:
-    pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
-    from engines.direct import grid_of, joined
+    pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
+    from engines.direct import hub_of, joined
     from engines.direct import played as played_there
 
     here = replace(made(folders, "flexlora", MIXED), rounds=2)
     there = replace(here, engine=EngineSpec(name="flower"))
     _, state, ledger = played(here)
-    other, ledger_there = played_there(there, joined(there, grid_of(there, tmp_path)))
+    other, ledger_there = played_there(there, joined(there, hub_of(there, tmp_path)))
     assert checkpoint.digest(state) == checkpoint.digest(other)
     assert ledger == ledger_there
 
@@ -426,7 +426,7 @@ def test_real_packets_give_the_same_run(folders: dict[str, str], tmp_path: Path)
 def test_a_device_takes_adapters_of_its_own_rank_only(
     folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+    pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
     from attacks.test_hostile_messages import Attack, deployed
 
     attack = Attack(deployed(made(folders, ranks=MIXED)), tmp_path, monkeypatch)

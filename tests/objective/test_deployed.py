@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
 from made import KINDS, made_recipe
 
 import world
-from engines.direct import grid_of, joined, played
+from engines.direct import hub_of, joined, played
 from polyfed.core.errors import DataError
 from polyfed.deploy.app_folder import write_nodes
 from polyfed.deploy.device.configuration import NodeConfig
@@ -29,7 +29,7 @@ def test_clients_behind_the_wire_give_the_same(kind: str, guessed: bool, tmp_pat
     made = replace(made_recipe(kind, engine="flower"), rounds=2)
     made = replace(made, task=None) if guessed else made
     one, state_one, _ = world.played(replace(made, engine=EngineSpec(name="sequential")))
-    parts = joined(made, grid_of(made, tmp_path))
+    parts = joined(made, hub_of(made, tmp_path))
     state, _ = played(made, parts)
     assert furthest(state_one.params, state.params) <= 1e-6
     here, there = (part.algorithm.evaluate(s, part.fed) for part, s in ((one, state_one), (parts, state)))

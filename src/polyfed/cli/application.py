@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from polyfed.cli.output import print_error
-from polyfed.core.errors import DataError, PolyfedError, PolyfedWarning
+from polyfed.core.errors import DataError, PolyfedError, PolyfedWarning, RecipeError
 from polyfed.core.system.log_lines import escaped_lines
 
 UsageError: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
@@ -89,6 +89,9 @@ def main(args: Sequence[str] | None = None) -> None:
         from typer.completion import completion_init  # type: ignore[attr-defined]  # typer names no exports
 
         completion_init()
+    if words and (instead := _replaced(words[0])):
+        text = f"there is no `polyfed {words[0]}` any more: {instead}"
+        _end("RecipeError", text, RecipeError.exit_code, as_json=as_json)
     try:
         code = app(args=words, prog_name="polyfed", standalone_mode=False)
     except PolyfedError as error:
@@ -108,6 +111,15 @@ def main(args: Sequence[str] | None = None) -> None:
     if code == INTERRUPTED:  # typer's word for Ctrl-C in a verb that has nothing to resume
         _end("Interrupted", "interrupted", INTERRUPTED, as_json=as_json)
     raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _replaced(word: str) -> str:
+    """Return what to type in place of a verb of deployments on Flower, or "" for any other word."""
+    server, device = "start the server with `polyfed server DIR`", "start a device with `polyfed device FILE.toml`"
+    known = {"superlink": server, "supernode": device, "flower-superlink": server, "flower-supernode": device}
+    flower = f"{server}, and {device}" if word.startswith("flower-") else ""
+    found = known.get(word, flower)
+    return found and f"{found} (polyfed docs deploy)"
 
 
 def _end(kind: str, text: str, code: int, *, as_json: bool, shown: bool = False) -> NoReturn:

@@ -13,6 +13,7 @@ from polyfed.cli.application import app as polyfed_app
 from polyfed.cli.output import answer, show
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.core.system.files import AUDIT, PUBLIC_KEY
+from polyfed.deploy.metrics import INSTALL
 
 app = typer.Typer(
     name="audit-log",
@@ -24,12 +25,12 @@ polyfed_app.add_typer(app)
 
 
 @contextmanager
-def _needing_flower() -> Iterator[None]:
+def _needing_extra() -> Iterator[None]:
     """Turn the failed import of a package into an error that names the extra to install."""
     try:
         yield
     except ImportError as error:
-        raise RecipeError(f"audit-log needs the extra: pip install 'polyfed[flower]' ({error})") from None
+        raise RecipeError(f"audit-log needs an extra: {INSTALL} ({error})") from None
 
 
 @app.command("verify")
@@ -44,7 +45,7 @@ def verify_log(
     as_json: AsJson = False,
 ) -> None:
     """Check the chain and the signatures. If the log is damaged, show the first bad line and exit with code 5."""
-    with _needing_flower():
+    with _needing_extra():
         from polyfed.privacy.egress.audit_log_verification import verify
     found = verify(folder, key)
     lines = [f"{folder / AUDIT} is whole: {found.rows:,} rows, {found.seals:,} signatures"]
@@ -68,7 +69,7 @@ def reconcile_logs(
     """Compare the server's audit log with its ledger and with devices' logs. The exit code is 5 if they disagree."""
     from polyfed.report import reconcile
 
-    with _needing_flower():
+    with _needing_extra():
         found = reconcile(run, devices or [])
     if not as_json:
         show(*found.remarks)

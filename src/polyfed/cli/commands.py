@@ -134,7 +134,7 @@ def check(
     as_json: AsJson = False,
     node: Annotated[
         str | None,
-        typer.Option(metavar="CONFIG", help="Check this device: the value of its --node-config, or its policy file."),
+        typer.Option(metavar="CONFIG", help="Check this device: its file device.toml, or only its policy file."),
     ] = None,
 ) -> None:
     """Validate a recipe, and print its clients, its blocks and what can leave a client. The command sends nothing."""

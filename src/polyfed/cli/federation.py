@@ -1,6 +1,7 @@
-"""The verbs of a deployment: write and submit an app, start a server or devices, on Flower too, ask for a status."""
+"""The verbs of a deployment: write and submit an app, start a server or devices, ask for a status."""
 
 import os
+import signal
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +11,7 @@ import typer
 from polyfed.cli.application import AsJson, Interrupted, app
 from polyfed.cli.output import answer, print_json, show
 from polyfed.core.system.log_lines import LOG_FORMAT
+from polyfed.core.system.stop_signals import handling, interrupt
 
 JsonError = Annotated[bool, typer.Option("--json", help="If it cannot start, print the error as JSON.")]
 """`--json` for a verb that runs until it is stopped, and therefore has no result to print."""
@@ -55,11 +57,11 @@ Port = Annotated[int, typer.Option(min=1, max=65535, metavar="N", help="Port for
 
 
 @app.command("app")
-def write_flower_app(
+def write_app(
     dir: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for the app.", show_default=False)],
     recipe: Annotated[Path, typer.Option(metavar="RECIPE.toml", help="The recipe.", show_default=False)],
     local: Annotated[
-        bool, typer.Option("--local", help="Also run it on this machine: a SuperLink, and a SuperNode for each client.")
+        bool, typer.Option("--local", help="Also run it on this machine: a server, and a process for each client.")
     ] = False,
     keys: Annotated[
         int | None,
@@ -71,7 +73,7 @@ def write_flower_app(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a Flower app for a recipe. `polyfed submit` runs the app; see `polyfed docs deploy`."""
+    """Write an app for a recipe. `polyfed submit` runs the app; see `polyfed docs deploy`."""
     from polyfed.cli.printing import deployment
 
     if not local:
@@ -91,26 +93,29 @@ def submit(
     dir: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the app.", show_default=False)],
     credentials: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="The credentials of this machine's SuperLink. [default: DIR-credentials]"),
+        typer.Option(metavar="DIR", help="The credentials of this machine's server. [default: DIR-credentials]"),
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for the run. [default: DIR/run]")] = None,
     data: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The server's own rows. [default: those of the app]")
     ] = None,
+    log_format: LogFormatOption = LogFormat.text,
     as_json: AsJson = False,
 ) -> None:
-    """Run an app on this machine's SuperLink to its end, and show its log.
+    """Run an app to its end, with the devices of this machine's server.
 
-    The exit code is that of the run, and 1 if the run was killed. The same command then continues the run.
+    After Ctrl-C or a kill, the same command continues the run.
     """
     from polyfed import deploy
     from polyfed.cli.printing import deployment
 
+    os.environ[LOG_FORMAT] = log_format.value
     given = {"out": out, "data": data}
     changes = {key: str(path.expanduser().absolute()) for key, path in given.items() if path is not None}
     beside = dir.with_name(f"{dir.name}-credentials") if credentials is None else credentials
     try:
-        done = deploy.submit(dir, beside, changes, lambda text: typer.echo(text, nl=False, err=as_json))
+        with handling(interrupt, signal.SIGTERM):
+            done = deploy.submit(dir, beside, changes)
     except KeyboardInterrupt:
         raise Interrupted("the run is stopped; the same command continues it") from None
     result, shown = deployment.result_of(done)
@@ -131,7 +136,7 @@ def server(
     from polyfed import deploy
 
     os.environ[LOG_FORMAT] = log_format.value
-    deploy.run_server(credentials, deploy.ServerPorts(host, port, 0, metrics_port, status_port))
+    deploy.run_server(credentials, deploy.ServerPorts(host, port, metrics_port, status_port))
 
 
 @app.command()
@@ -148,64 +153,6 @@ def device(
 
     os.environ[LOG_FORMAT] = log_format.value
     deploy.run_device(file, metrics_port)
-
-
-@app.command()
-def superlink(
-    credentials: Credentials,
-    host: Host = "0.0.0.0",
-    port: Port = 9092,
-    control_port: Annotated[
-        int, typer.Option(min=1, max=65535, metavar="N", help="Port for `flwr`, on this machine only.")
-    ] = 9093,
-    database: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where it keeps its state. [default: DIR/link.db]")
-    ] = None,
-    metrics_port: MetricsPort = 0,
-    status_port: StatusPort = 0,
-    log_format: LogFormatOption = LogFormat.text,
-    as_json: JsonError = False,
-) -> None:
-    """Start a server's SuperLink.
-
-    Devices with a known key can connect from anywhere. The command `flwr` can connect only from this machine.
-    """
-    from polyfed import deploy
-
-    os.environ[LOG_FORMAT] = log_format.value
-    ports = deploy.ServerPorts(host, port, control_port, metrics_port, status_port)
-    deploy.run_superlink(credentials, ports, database)
-
-
-@app.command()
-def supernode(
-    superlink: Annotated[str, typer.Option(metavar="HOST:PORT", help="The server.", show_default=False)],
-    root_certificates: Annotated[
-        Path, typer.Option(metavar="ca.pem", help="Checks the server's certificate.", show_default=False)
-    ],
-    key: Annotated[
-        Path,
-        typer.Option(
-            "--auth-supernode-private-key", "--key", metavar="FILE", help="This device's key.", show_default=False
-        ),
-    ],
-    node_config: Annotated[
-        str,
-        typer.Option(metavar="CONFIG", help="Its data, number, modalities and policy.", show_default=False),
-    ],
-    port: Annotated[int, typer.Option(min=1, max=65535, metavar="N", help="A free port of this machine.")] = 9094,
-    metrics_port: MetricsPort = 0,
-    message_megabytes: Annotated[
-        int, typer.Option(min=1, metavar="N", help="The largest message that is fetched, in units of 2**20 bytes.")
-    ] = 512,
-    log_format: LogFormatOption = LogFormat.text,
-    as_json: JsonError = False,
-) -> None:
-    """Start a device. It uses the polyfed that is installed here, and runs no code that a server sends."""
-    from polyfed import deploy
-
-    os.environ[LOG_FORMAT] = log_format.value
-    deploy.run_supernode(superlink, root_certificates, key, node_config, port, metrics_port, message_megabytes)
 
 
 @app.command()

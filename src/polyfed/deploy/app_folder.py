@@ -1,11 +1,9 @@
-"""Write the Flower app of a recipe, and folders of data for the clients of a demonstration."""
+"""Write the app of a recipe, and folders of data for the clients of a demonstration."""
 
-import re
 import tempfile
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,60 +12,45 @@ import tomli_w
 import torch
 from torch import Tensor, nn
 
-from polyfed.core.errors import DataError, PolyfedError, RecipeError
+from polyfed.core.errors import DataError, PolyfedError, RecipeError, command
 from polyfed.core.tree import Tree, size_bytes
 from polyfed.data import Column, Columns, Population, stacked
 from polyfed.data.columns import OWN_TEST, TEST, VALIDATION
 from polyfed.data.sources.own.npz import Npz, scaling_names
+from polyfed.deploy.device.agent import LARGEST_APP
 from polyfed.deploy.device.allowed_arrays import array_names, standard
 from polyfed.deploy.device.configuration import used_on
+from polyfed.deploy.server.membership import expected
 from polyfed.experiment.checks.check import refuse_large
 from polyfed.experiment.recipes.conflicts import refuse_conflicts
 from polyfed.experiment.recipes.recipe import Recipe, load_recipe
 from polyfed.experiment.recipes.task_choice import task_of
 from polyfed.experiment.running.assembly import assemble, model_of, policy_of, population_of
-from polyfed.experiment.running.warm_start import APP_COPY, given_of, write_text_copy
+from polyfed.experiment.running.warm_start import given_of, write_text_copy
 from polyfed.model import Custom, user_classes
 
-MOST_BYTES = 9_000_000
-"""The largest warm start of an app. Flower accepts apps of at most 10 MB."""
+APP, RECIPE, NODES = "app.toml", "recipe.toml", "nodes"
 
-APP, RECIPE, NODES = "polyfed_app.py", "recipe.toml", "nodes"
-
-CLIENT = "polyfed.deploy.device.process:app"
-"""The ClientApp that an app names. A device answers with its own installation of polyfed (docs/deploy-reference.md)."""
-
-_APP = '''"""The server's half of a Flower app that runs recipe.toml; written by `polyfed app`."""
-
-from pathlib import Path
-
-from polyfed.deploy.server.server import serve
-from polyfed.engines.flower import server_app
-from polyfed.experiment.running.loop import execute
-
-RECIPE = Path(__file__).with_name("recipe.toml")
-
-server = server_app(lambda transport, config: serve(RECIPE, transport, config, execute))
-'''
+LARGEST_RECIPE = 2**20
+"""Bytes of an app that are left for its recipe."""
 
 
 def placed(recipe: Recipe, data: str = "") -> Recipe:
-    """Return the recipe for the server: with the engine `flower`, and the path of the server's own rows, if any.
+    """Return the recipe for the server: with the engine `devices`, and the path of the server's own rows, if any.
 
     Raises:
         RecipeError: options of the recipe cannot go together in a deployment.
     """
     source = replace(recipe.data, path=data) if data else recipe.data
-    recipe = replace(recipe, data=source, engine=replace(recipe.engine, name="flower"))
+    recipe = replace(recipe, data=source, engine=replace(recipe.engine, name="devices"))
     refuse_conflicts(recipe, deployed=True)
     return recipe
 
 
 def write_app(recipe_path: str | Path, folder: str | Path, warn: Callable[[str], None] = lambda text: None) -> Path:
-    """Write an app that `polyfed submit` runs: the recipe, a module with the server's half, and Flower's project file.
+    """Write an app that `polyfed submit` runs: the recipe, the values of its warm start, and `app.toml`.
 
-    If the recipe's [data] has a path, the server reads its own rows there. The absolute form of this path becomes the
-    option `data` of the app's configuration.
+    `app.toml` names the folder of the run and, if the recipe's [data] has a path, where the server reads its own rows.
 
     Args:
         folder: folder for the app. It must be new or empty, or hold an app of this recipe's name.
@@ -86,26 +69,40 @@ def write_app(recipe_path: str | Path, folder: str | Path, warn: Callable[[str],
     _check(recipe, warn)
     if folder.is_dir() and any(folder.iterdir()) and not (folder / APP).exists():
         raise RecipeError(f"{folder} is not empty and holds no polyfed app. Choose another folder")
-    project = _project(recipe, folder)
-    _refuse_another(folder, project["project"]["name"])
+    _refuse_another(folder, recipe.name)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / APP).write_text(_APP, encoding="utf-8")
     write_text_copy(given, folder)
     (folder / RECIPE).write_text(Path(recipe_path).read_text(encoding="utf-8"), encoding="utf-8")
-    (folder / "pyproject.toml").write_text(tomli_w.dumps(project), encoding="utf-8")
+    told = {"name": recipe.name, "out": str((folder / "run").absolute()), "data": data_of(recipe)}
+    (folder / APP).write_text(tomli_w.dumps(told), encoding="utf-8")
     return folder
+
+
+def app_config(folder: Path) -> dict[str, str]:
+    """Return what `app.toml` says: `name`, `out` and `data`.
+
+    Raises:
+        RecipeError: the folder holds no app.
+    """
+    try:
+        told = tomllib.loads((folder / APP).read_text(encoding="utf-8"))
+        return {key: str(told[key]) for key in ("name", "out", "data")}
+    except (OSError, ValueError, KeyError) as error:
+        write = command("app", folder, "--recipe", "RECIPE.toml")
+        raise RecipeError(f"{folder} holds no app ({error!r}); write one: {write}") from None
 
 
 def _refuse_heavy(recipe: Recipe, given: Tree) -> None:
     """Refuse a warm start that is too large for an app.
 
     Raises:
-        RecipeError: the values take more bytes than Flower accepts in an app.
+        RecipeError: the values take more bytes than devices fetch.
     """
-    if (size := size_bytes(given)) > MOST_BYTES:
+    most = LARGEST_APP // 4 * 3 - LARGEST_RECIPE  # base64 has four characters for three bytes
+    if (size := size_bytes(given)) > most:
         raise RecipeError(
             f"[model] init = '{recipe.model.init}' takes {size:,} bytes, and an app, which carries it to the devices, "
-            f"holds at most {MOST_BYTES:,}. Take fewer blocks: init_blocks",
+            f"holds at most {most:,}. Take fewer blocks: init_blocks",
             ("model", "init"),
         )
 
@@ -113,20 +110,21 @@ def _refuse_heavy(recipe: Recipe, given: Tree) -> None:
 def _refuse_another(folder: Path, name: str) -> None:
     """Refuse a folder that holds the app of another recipe."""
     try:
-        kept = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"]
-    except (OSError, ValueError, KeyError, TypeError):
+        kept = app_config(folder)["name"]
+    except RecipeError:
         return  # there is no app yet, or an earlier write was interrupted: write it again
     if kept != name:
-        raise RecipeError(f"{folder} holds the app {kept}, and this recipe's is {name}. Choose another folder")
+        raise RecipeError(f"{folder} holds the app '{kept}', and this recipe's is '{name}'. Choose another folder")
 
 
 def _check(recipe: Recipe, warn: Callable[[str], None]) -> None:
     """Before the app is written, find errors that would later end the run on the server.
 
-    Such errors are, for example, an encoder that cannot be imported, a model that cannot be built, and a reply that is
-    too large.
+    Such errors are, for example, a number of devices that no silos have, an encoder that cannot be imported, a model
+    that cannot be built, and a reply that is too large.
     """
     placed(recipe)
+    expected(recipe)
     for name, path in recipe.model.classes().items():
         user_classes.found(f"[model] {name}", path, nn.Module)
     for encoder in recipe.model.encoders.values():
@@ -208,11 +206,16 @@ def _policy_for(recipe: Recipe) -> str:
     return head + tomli_w.dumps({"egress": rules} | ({"allow": used} if used else {}))
 
 
-def node_config(place: Path, client: int, modalities: tuple[str, ...]) -> str:
-    """Return the value of `polyfed supernode --node-config` for a folder of `write_nodes`."""
-    here = place.absolute()
-    held = ",".join(modalities)
-    return f'data="{here}/data.npz" client={client} modalities="{held}" policy="{here}/policy.toml"'
+def device_tables(recipe: Recipe, places: Sequence[Path]) -> list[dict[str, Any]]:
+    """Return the table [[device]] for each folder of `write_nodes`, without its key; see `NodeConfig`."""
+    population = population_of(recipe)
+    tables: list[dict[str, Any]] = []
+    for client, place in enumerate(places):
+        files = {"data": str(place.absolute() / "data.npz"), "policy": str(place.absolute() / "policy.toml")}
+        tables.append({**files, "client": client, "modalities": ",".join(population.modalities(client))})
+        if population.silo is not None:
+            tables[-1] |= {"silo": int(population.silo[client]), "relay": recipe.deployment.relay}
+    return tables
 
 
 def _arrays(population: Population, client: int, recipe: Recipe) -> dict[str, np.ndarray]:
@@ -252,28 +255,3 @@ def _samples(name: str, column: Column, rows: Tensor, recipe: Recipe) -> dict[st
     group = recipe.data.groups.get(name, [name]) if isinstance(recipe.data, Npz) else [name]
     joined = {group[0]: values} if len(group) == 1 else dict(zip(group, values.unbind(1), strict=True))
     return {array: part.numpy() for array, part in joined.items()} | scaling
-
-
-def _project(recipe: Recipe, folder: Path) -> dict[str, Any]:
-    name = re.sub(r"[^a-z0-9]+", "-", recipe.name.lower()).strip("-") or "run"
-    config = {"out": str((folder / "run").absolute()), "data": data_of(recipe)}
-    return {
-        "project": {
-            "name": f"polyfed-{name}",
-            "version": "1.0.0",
-            "description": f"polyfed: {recipe.name}",
-            "license": "Apache-2.0",
-            "dependencies": [f"polyfed[flower]=={version('polyfed')}"],
-        },
-        "build-system": {"requires": ["hatchling"], "build-backend": "hatchling.build"},
-        "tool": {
-            "flwr": {
-                "app": {
-                    "publisher": "polyfed",
-                    "fab-include": [APP, RECIPE, *([APP_COPY] if recipe.model.init else [])],
-                    "components": {"serverapp": "polyfed_app:server", "clientapp": CLIENT},
-                    "config": config,
-                }
-            }
-        },
-    }

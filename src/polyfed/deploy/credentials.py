@@ -162,9 +162,9 @@ def days_left(folder: Path) -> float:
     return (certificate.not_valid_after_utc - datetime.now(UTC)) / timedelta(days=1)
 
 
-def care_for_certificate(credentials: Path, role: str = "superlink") -> None:
-    """Renew the server's certificate before it ends, or warn in the log of this role that it ends soon."""
-    logger = logger_of(role, "stderr")
+def care_for_certificate(credentials: Path) -> None:
+    """Renew the server's certificate before it ends, or warn in the log that it ends soon."""
+    logger = logger_of("hub", "stderr")
     try:
         if until := renewed(credentials):
             logger.info("the server's certificate is renewed and valid until %s", f"{until:%Y-%m-%d %H:%M} UTC")
@@ -186,7 +186,6 @@ def _check_host(host: str) -> None:
 
 
 def _write_node(folder: Path, node: int) -> None:
-    # Flower 1.41 accepts keys on NIST elliptic curves in OpenSSH's format
     key = ec.generate_private_key(ec.SECP384R1())
     _secret(folder / f"node-{node}.key", key, PrivateFormat.OpenSSH)
     public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)

@@ -11,14 +11,14 @@ from typing import Any
 from polyfed.core.errors import BadReply, EgressError, NotAllowed, PolyfedError
 from polyfed.core.system.log_lines import logger_of
 
-LOGGER = logger_of("device", "stderr")  # a ClientApp's log is its standard error
+LOGGER = logger_of("device", "stderr")
 
 TELLING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
 """Disk errors whose names the device may send to the server."""
 
 CURE = (
     "This device keeps its local state and its logs in {}. Make room there, or correct the permissions of this folder, "
-    "or set another folder as state in --node-config. The device takes part again at the next request"
+    "or set another folder as `state` in [[device]]. The device takes part again at the next request"
 )
 """What the device's log advises after a disk error."""
 

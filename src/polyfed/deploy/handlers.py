@@ -125,7 +125,7 @@ class Deployed:
         return reply
 
     def _answer(self, packet: Packet, config: Mapping[str, Any]) -> Packet:
-        with blamed(f"its {WHERE} is not valid"):
+        with blamed(f"its table {WHERE} is not valid"):
             node: NodeConfig = build(WHERE, NodeConfig, config)
         with blamed("its policy file is not valid"):
             allowance = node.rules.allowance

@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +16,6 @@ class ServerPorts:
     Attributes:
         host: address of the ports for other machines.
         port: port for devices.
-        control_port: port on loopback, for `flwr` and the processes of an app.
         metrics_port: port on loopback that serves health and metrics. With 0, there is no such port.
         status_port: port that serves health, metrics and status to other machines that have the token. With 0, there is
             no such port.
@@ -25,24 +23,8 @@ class ServerPorts:
 
     host: str = "0.0.0.0"
     port: int = 9092
-    control_port: int = 9093
     metrics_port: int = 0
     status_port: int = 0
-
-
-def loopback_without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that let processes reach this machine itself directly, even if there is an HTTP proxy.
-
-    Flower's processes on one machine talk to each other over HTTP. A proxy that the environment names for the way to
-    other machines (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY) cannot reach the loopback of this machine.
-
-    Args:
-        environment: the present variables. Their exceptions from the proxy stay.
-    """
-    named = environment.get("no_proxy") or environment.get("NO_PROXY") or ""  # the order of Python's urllib
-    hosts = [host.strip() for host in named.split(",") if host.strip()]
-    text = ",".join(dict.fromkeys([*hosts, HOST, "localhost"]))
-    return {"no_proxy": text, "NO_PROXY": text}
 
 
 def listens(port: int) -> bool:

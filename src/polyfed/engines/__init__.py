@@ -10,7 +10,7 @@ engines give the same numbers up to rounding. No file of this package depends on
 - `workers`, `worker_process`, `shared_memory`: run clients in parallel on several processes of one machine.
 - `remote`: sends requests to clients in other processes or on other machines over a transport.
 - `protocol`: headers of the packets between a server and remote clients, and the interface of a transport.
-- `flower`: a transport over Flower (the extra `polyfed[flower]`).
+- `flower`: Flower's simulation runtime (the extra `polyfed[flower]`).
 - `work_count`: counts the work of clients for simulated time.
 - `allocator`: keeps freed memory for the next training step.
 - `gpu_memory`: decides whether the data set is on the GPU or in main memory, and copies rows from there to the GPU.

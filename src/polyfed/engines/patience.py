@@ -1,7 +1,7 @@
 """What every transport to clients in other processes does: it enrols nodes, sends requests and waits for replies.
 
-A subclass of `PatientTransport` says how packets travel: over Flower's grid (`polyfed.engines.flower`), or through
-polyfed's own server (`polyfed.engines.queued`).
+A subclass of `PatientTransport` says how packets travel: through polyfed's own server (`polyfed.engines.queued`), or in
+a simulation on Flower (`polyfed.engines.flower`).
 """
 
 import math
@@ -9,7 +9,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from polyfed.federation.wire_format import Packet
 
 FIRST_WAIT, LONGEST_WAIT = 0.02, 0.5
 """Shortest and longest pause in seconds between two queries for replies. The pause is a tenth of the time since the
-start of the wait. Flower's own grids pause for 0.1 seconds (simulation) and 3 seconds (SuperLink)."""
+start of the wait."""
 
 LOOK_EVERY = 1.0
 """Seconds between two queries for nodes that are new, are online again, or are offline."""
@@ -37,7 +36,7 @@ GRACE = 1.1
 """For a client that missed its last deadline, the server waits this multiple of the time that the others took."""
 
 Node = Hashable
-"""What a transport calls a node: a number of Flower's, or the fingerprint of the device's key."""
+"""What a transport calls a node: the fingerprint of the device's key, or a number in a simulation on Flower."""
 
 
 class Arrived(NamedTuple):
@@ -188,17 +187,13 @@ class PatientTransport(ABC):
     def close(self, identities: Collection[str]) -> None:  # noqa: B027
         """Note that nobody waits for the answers to these messages any more."""
 
-    def when_lost(self, tell: Callable[[], None]) -> AbstractContextManager[None]:
-        """Call `tell` if this process ends during the block because its connection has ended."""
-        return nullcontext()
-
     def enrol(
         self, wanted: int, seconds: float, heard: Callable[[Sequence[Packet]], bool] = lambda answers: False
     ) -> list[Packet]:
         """Ask nodes to enrol. Stop when `wanted` clients have enrolled, when `heard` returns True, or after `seconds`.
 
         A node that refuses or fails does not count towards `wanted`. A node that goes offline before it has answered,
-        or whose request Flower reports as lost, is asked again when it is online.
+        or whose request is reported as lost, is asked again when it is online.
 
         Args:
             wanted: number of clients.

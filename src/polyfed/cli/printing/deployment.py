@@ -80,7 +80,7 @@ class Written:
         if self.lacking:
             yield f"app in {self.folder}; no credentials were asked for, and {self.credentials} holds no credentials"
             yield "to write a certificate of the server, repeat the command with --host NAME, its name or address"
-            yield f"once a SuperLink uses the credentials, start the app with: {self.start}"
+            yield f"once a server uses the credentials, start the app with: {self.start}"
             return
         yield f"app in {self.folder}; start it with: {self.start}"
         if self.keys is None:
@@ -90,7 +90,7 @@ class Written:
             yield f"existing files in {self.credentials} are kept; new: {', '.join(self.new) or 'nothing'}"
         else:
             yield f"a server certificate and {self.keys} keys of devices, for trials, in {self.credentials}"
-        yield f"put the public key *.pub of every device there, then: {command('superlink', self.credentials)}"
+        yield f"put the public key *.pub of every device there, then: {command('server', self.credentials)}"
 
 
 def write_app(recipe: Path, folder: Path, keys: int | None, hosts: Sequence[str]) -> Written:
@@ -114,7 +114,7 @@ def write_app(recipe: Path, folder: Path, keys: int | None, hosts: Sequence[str]
 
 
 def device_tables(inspection: Inspection) -> Group:
-    """Return tables that describe a device. They do not need the device's SuperNode to be running.
+    """Return tables that describe a device. They do not need the device to be running.
 
     They show the device's data, its policy, and what the policy allows a recipe to send.
     """

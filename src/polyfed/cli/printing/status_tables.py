@@ -28,9 +28,7 @@ def status_tables(told: dict[str, Any]) -> Group:
 
 def _parts(told: dict[str, Any]) -> list[RenderableType]:
     nodes = told["nodes"]
-    head = (
-        f"polyfed {told['polyfed']}, Flower {told['flower']}: {nodes['online']} of {nodes['registered']} devices online"
-    )
+    head = f"polyfed {told['polyfed']}: {nodes['online']} of {nodes['registered']} devices online"
     parts: list[RenderableType] = [Text(escaped(head), "bold")]
     if told.get("away"):
         away = plain_table("client", "key", left=2)
@@ -38,15 +36,15 @@ def _parts(told: dict[str, Any]) -> list[RenderableType]:
             number = "in none of these runs" if device["client"] is None else str(device["client"])
             away.add_row(Text(escaped(number)), Text(escaped(str(device["key"]))))
         parts.append(titled("Devices that are away", away))
-    runs = plain_table("run", "state", "in Flower", "round", "folder", left=2)
+    runs = plain_table("run", "state", "round", "folder", left=2)
     for run in told["runs"]:
         progress = run["progress"]
-        where = ("", "") if progress is None else (f"{progress['round']} of {progress['rounds']}", progress["run"])
-        runs.add_row(*(Text(escaped(str(word))) for word in (run["id"], run["state"], run["status"], *where)))
+        where = f"{progress['round']} of {progress['rounds']}", progress["run"]
+        runs.add_row(*(Text(escaped(str(word))) for word in (run["id"], run["state"], *where)))
     if told["runs"]:
         parts.append(titled("Latest runs", runs))
     for place, run in enumerate(told["runs"]):
-        if run["progress"] is not None and (place == 0 or run["state"] in UNFINISHED):
+        if place == 0 or run["state"] in UNFINISHED:
             parts += _run(str(run["id"]), run["progress"])
     return parts
 

@@ -1,9 +1,6 @@
 """Log lines with a time and a level, as text or as JSON.
 
 Line breaks in the text of a record are escaped. Text that another program sent can therefore not forge a log line.
-
-This file imports only the standard library. A device's SuperNode loads the file by its path, because importing the
-package would load PyTorch into a process that does not need it (`polyfed.engines.flower.device.supernode_process`).
 """
 
 import json
@@ -27,7 +24,7 @@ class LogLines(logging.Formatter):
     facts of the record. The caller passes the trace and the facts as `extra={"trace": text, "facts": {...}}`.
 
     Args:
-        role: the writer: `server`, `device`, `superlink` or `hub`, the web server of `polyfed server`.
+        role: the writer: `server` (a run), `device`, or `hub`, the web server of `polyfed server`.
     """
 
     def __init__(self, role: str) -> None:
@@ -49,7 +46,7 @@ class LogLines(logging.Formatter):
 
 
 class _Screen(logging.Handler):
-    """Writes to the current `sys.stdout` or `sys.stderr`, because Flower replaces both while an app runs."""
+    """Writes to the current `sys.stdout` or `sys.stderr`, which a test or a notebook may replace."""
 
     def __init__(self, stream: str) -> None:
         super().__init__()
@@ -65,11 +62,6 @@ class _Screen(logging.Handler):
             print(self.format(record), file=getattr(sys, self.stream), flush=True)
         except OSError:
             self.handleError(record)
-
-
-def says_something(record: logging.LogRecord) -> bool:
-    """Whether a record has any text. This function serves as a logging filter, because Flower logs empty lines."""
-    return bool(record.getMessage().strip())
 
 
 def logger_of(role: str, stream: str) -> logging.Logger:

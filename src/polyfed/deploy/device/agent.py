@@ -56,6 +56,8 @@ dot, and names of runs have none (`polyfed.engines.protocol.RUN_NAME`)."""
 
 LOST = "the process of its task was killed twice, for example because the device has too little memory"
 
+WAITS = "A run that has begun without them takes them when `polyfed submit` is called again, which continues the run"
+
 LOGGER = logger_of("device", "stderr")
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -388,7 +390,7 @@ def main(number: int) -> int:
             connection = Connection(told["server"], Path(told["ca"]), PrivateKey(Path(one["key"])), stop, note)
             done = monitor.done if monitor is not None else lambda facts: None
             devices.append(Device(connection, one["config"], tasks, told["limit"], done))
-        LOGGER.info("%d devices are ready and wait for %s", len(devices), told["server"])
+        LOGGER.info("%d devices are ready and wait for %s. %s", len(devices), told["server"], WAITS)
         for device in devices:
             threads.append(Thread(target=device.run, daemon=True))
             threads[-1].start()

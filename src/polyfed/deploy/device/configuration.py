@@ -22,18 +22,19 @@ from polyfed.privacy.egress.policy import Policy, guards_among
 from polyfed.privacy.egress.requirements import NO_REQUIREMENTS, Requirements
 from polyfed.selection import SELECTORS, Selector
 
-WHERE = "--node-config"
+WHERE = "[[device]]"
+"""The table of a device in its file."""
 
 SECTIONS = "[egress.*], [allow], [limits] and [require]"
 """Names of the sections of a policy file, for error messages."""
 
 _PAIR = re.compile(r"""([\w-]+)\s*=\s*("[^"]*"|'[^']*'|\S+)""")
-"""Pattern of a key and its TOML value. Spaces separate the pairs, as in Flower's own syntax."""
+"""Pattern of a key and its TOML value. Spaces separate the pairs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeConfig:
-    """The configuration of a device, as the option `--node-config` of `polyfed supernode` gives it.
+    """The configuration of a device, as a table [[device]] of its file gives it; see `device_file`.
 
     Attributes:
         data: an `.npz` file, or a folder of `.npy` files. The device trains on rows of split 0. If the data has an
@@ -147,17 +148,17 @@ class DevicePolicy:
 
 
 def node_from(text: str) -> NodeConfig:
-    """Read a configuration from its text on the command line.
+    """Read a configuration from its text on the command line, `polyfed check --node`.
 
     Raises:
         RecipeError: the text does not consist of pairs of key and TOML value, or a key or value is wrong.
     """
     if rest := _PAIR.sub("", text).strip():
-        raise RecipeError(f"{WHERE}: '{rest}' is no key=value; separate pairs by spaces and put strings in quotes")
+        raise RecipeError(f"--node: '{rest}' is no key=value; separate pairs by spaces and put strings in quotes")
     try:
         table = tomllib.loads("\n".join(f"{key} = {value}" for key, value in _PAIR.findall(text)))
     except tomllib.TOMLDecodeError as error:
-        raise RecipeError(f'{WHERE}: {error}. Values are TOML: strings in quotes, as in data="mine.npz"') from None
+        raise RecipeError(f'--node: {error}. Values are TOML: strings in quotes, as in data="mine.npz"') from None
     node: NodeConfig = build(WHERE, NodeConfig, table)
     return node
 

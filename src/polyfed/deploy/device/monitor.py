@@ -65,7 +65,7 @@ class DeviceMonitor:
         return time.time() - (time.monotonic() - marked) if marked else 0.0
 
     def done(self, facts: dict[str, Any]) -> None:
-        """Count a task that has ended; see `polyfed.engines.flower.device.worker.Duties`."""
+        """Count a task that has ended; see `polyfed.deploy.device.tasks.answer`."""
         self.tasks.labels(facts.get("verdict", UNKNOWN)).inc()
         self.bytes_up.inc(facts.get("bytes_up", 0))
         self.latest = time.time()

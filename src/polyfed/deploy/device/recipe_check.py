@@ -4,6 +4,7 @@ The result says which parts of replies the device would send or refuse, and whet
 limits.
 """
 
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -82,7 +83,8 @@ def inspect(given: Recipe | str | Path, text: str, overrides: Sequence[str] = ()
     Args:
         given: the recipe of the run, or its path. If this is a path, `recipe_on` reads the file. As on a device, it
             leaves out the parts of the recipe that only the server uses.
-        text: the value of `polyfed supernode --node-config`, or only the path of a policy file.
+        text: the path of a device's file (`device.toml`, or `device.toml#2` for client 2 of several devices), the path
+            of a policy file, or the configuration itself, as `data="mine.npz" client=0 modalities="a"`.
         overrides: values that replace options of the recipe, each as `section.key=value`. They have an effect only if
             `given` is a path.
 
@@ -90,7 +92,7 @@ def inspect(given: Recipe | str | Path, text: str, overrides: Sequence[str] = ()
         NotAllowed: the recipe names code that the device's owner has not allowed. The code was not imported.
         PolyfedError: the configuration, the policy, the data or the recipe is wrong.
     """
-    node = node_from(text) if "=" in text else _of_policy(text)
+    node = node_from(text) if "=" in text else _of_file(text)
     with only(node.rules.allowance):
         recipe = given if isinstance(given, Recipe) else recipe_on(node, Path(given), overrides)
         used = used_on(recipe)
@@ -175,13 +177,36 @@ def _lacking(required: Requirements, recipe: Recipe, node: NodeConfig) -> Iterat
             yield str(error)
 
 
-def _of_policy(path: str) -> NodeConfig:
-    """Return a configuration with only a policy. The check assumes that the device has all modalities of the recipe."""
-    if not Path(path).is_file():
+def _of_file(text: str) -> NodeConfig:
+    """Return the configuration in a device's file, or one with only a policy.
+
+    With a policy alone, the check assumes that the device has all modalities of the recipe.
+    """
+    whole = Path(text).is_file() or "#" not in text
+    name, _, number = (text, "", "") if whole else text.rpartition("#")
+    path = Path(name)
+    if not path.is_file():
         raise RecipeError(
-            f"--node '{path}' is neither a policy file nor key=value pairs; see `polyfed docs deploy-reference`"
+            f"--node '{text}' is neither the file of a device, nor a policy file, nor key=value pairs; see "
+            "`polyfed docs deploy-reference`"
         )
-    return NodeConfig(data="", client=0, modalities="", policy=path)
+    if not _has_devices(path):
+        return NodeConfig(data="", client=0, modalities="", policy=text)
+    from polyfed.deploy.device.device_file import device_file  # needs the extra polyfed[device]
+
+    nodes = [NodeConfig(**one["config"]) for one in device_file(path)["devices"]]
+    chosen = [node for node in nodes if str(node.client) == number] if number else nodes
+    if len(chosen) != 1:
+        known = ", ".join(f"{name}#{node.client}" for node in nodes)
+        raise RecipeError(f"--node '{text}' must name one device: {known}")
+    return chosen[0]
+
+
+def _has_devices(path: Path) -> bool:
+    try:
+        return "device" in tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError):  # the policy's own reader says what is wrong
+        return False
 
 
 def _check_columns(columns: Columns, rules: DevicePolicy) -> None:
@@ -230,6 +255,6 @@ def _planned(
     listed = replace(listed, required=node.rules.required, mechanism=assembly.fed.privacy)
     found = list(plan(assembly, announcement=listed))
     relay = node.relay == "server-sees" or not node.data
-    fix = 'relay="server-sees" in --node-config'
+    fix = 'relay = "server-sees" in [[device]]'
     shown = (row if relay or row.destination != "silo" else replace(row, allowed=False, fix=fix) for row in found)
     return policy, tuple(shown), ""

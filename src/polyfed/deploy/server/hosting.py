@@ -29,14 +29,15 @@ def server(credentials: Path, ports: ServerPorts) -> None:
     Raises:
         RecipeError: a certificate is missing or invalid, or another process uses a port or the folder.
     """
-    care_for_certificate(credentials, "hub")
+    care_for_certificate(credentials)
     check_server(credentials, [name for name in SERVER if (credentials / name).exists()])
-    for number in filter(None, (ports.port, ports.metrics_port, ports.status_port)):
-        if listens(number):
+    numbers = [number for number in (ports.port, ports.metrics_port, ports.status_port) if number]
+    for number in numbers:
+        if listens(number) or numbers.count(number) > 1:
             raise RecipeError(f"port {number} of this machine is taken; choose another (--port, --metrics-port, ...)")
     statuses = credentials / RUNS
     remove_old(statuses)
-    hub = HubServer(credentials, ports.host, ports.port, lambda: care_for_certificate(credentials, "hub"))
+    hub = HubServer(credentials, ports.host, ports.port, lambda: care_for_certificate(credentials))
     if ports.metrics_port or ports.status_port:
         _add_monitors(hub, ports, statuses)
     hub.run()
@@ -50,7 +51,7 @@ def _add_monitors(hub: HubServer, ports: ServerPorts, statuses: Path) -> None:
 
     def facts() -> dict[str, Any]:
         found = sorted(statuses.glob("*/"), key=lambda one: one.stat().st_mtime, reverse=True)[:SHOWN]
-        return {**hub.hub.facts(), "runs": [{"id": one.name, "status": "running"} for one in found]}
+        return {**hub.hub.facts(), "runs": [one.name for one in found]}
 
     if ports.metrics_port:
         hub.add(ServerMonitor(facts, statuses), HOST, ports.metrics_port, tls=False)

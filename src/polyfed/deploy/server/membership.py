@@ -1,8 +1,7 @@
 """Stores, in a run folder, which device has which client number, and the number of the server's session.
 
-A SuperNode signs every call with its private key, and the server gets each node's public key from the SuperLink. The
-server therefore recognises a device by its public key. The first device that enrols with a client number keeps this
-number, and the server refuses the number to all other devices.
+A device logs in with its private key, so the server recognises it by its public key. The first device that enrols with
+a client number keeps this number, and the server refuses the number to all other devices.
 """
 
 import json

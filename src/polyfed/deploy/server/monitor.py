@@ -2,7 +2,7 @@
 
 Two web applications serve this information. The first listens on loopback, so that only this machine can reach it, and
 needs no password. The second serves other machines over TLS, and every request needs a token. Both applications run in
-the SuperLink's process. Neither listens on the port that devices use.
+the server's process. Neither listens on the port that devices use.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from typing import Any
 from polyfed.core.errors import RecipeError
 from polyfed.deploy.metrics import CONTENT_TYPE, installed, registry
 from polyfed.deploy.server.membership import clients_of
-from polyfed.deploy.server.run_log import KILLED, UNFINISHED, read_status
+from polyfed.deploy.server.run_log import UNFINISHED, read_status
 
 TOKEN = "status.token"
 """The file in the folder of the credentials that holds the token for `polyfed status`."""
@@ -42,7 +42,7 @@ RUN_COUNTS = {
 }
 """Numbers in the status of a run that become counters, `polyfed_run_<name>_total`, with the same label."""
 
-RUN_STATES = ("starting", *UNFINISHED, "finished", "failed")
+RUN_STATES = (*UNFINISHED, "finished", "failed")
 
 Facts = Mapping[str, Any]
 
@@ -73,7 +73,7 @@ def read_token(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"the token {path} cannot be read ({error}); copy {TOKEN} from the server") from None
     if len(token) < 32 or not token.isprintable() or " " in token:
-        raise RecipeError(f"{path} holds no token: remove it, and `polyfed superlink` writes a new one")
+        raise RecipeError(f"{path} holds no token: remove it, and `polyfed server` writes a new one")
     return token
 
 
@@ -81,28 +81,18 @@ def status_of(link: Facts, statuses: Path) -> dict[str, Any]:
     """Return the status of a server and its latest runs.
 
     Args:
-        link: `nodes`, `away` and `runs` from the SuperLink. In the result, each device in `away` has the fingerprint
-            of its `key` and, if it has taken part in one of the runs, its number as `client`. Each run has a `state`
-            and, as soon as its server has started, its `progress`.
+        link: `nodes`, `away` and `runs` (names of the latest runs) of the server. In the result, each device in `away`
+            has the fingerprint of its `key` and, if it has taken part in one of the runs, its number as `client`. Each
+            run has `id`, `state` and `progress`.
         statuses: the folder with the statuses of the runs; see `polyfed.deploy.server.run_log`.
     """
-    runs = [_run_of(known, read_status(statuses / str(known["id"]))) for known in link.get("runs", ())]
+    told = {name: read_status(statuses / name) for name in link.get("runs", ())}
+    runs = [{"id": name, "state": one["state"], "progress": one} for name, one in told.items() if one is not None]
     numbers: dict[str, str] = {}
     for run in reversed(runs):  # a device may have another number in a newer run
-        numbers |= clients_of(Path(str(run["progress"].get("run", "")))) if run["progress"] else {}
+        numbers |= clients_of(Path(str(run["progress"].get("run", ""))))
     away = [{"client": numbers.get(key), "key": key} for key in link.get("away", ())]
     return {"time": time.time(), **installed(), **link, "away": away, "runs": runs}
-
-
-def _run_of(known: Facts, progress: dict[str, Any] | None) -> dict[str, Any]:
-    """Return a run of the SuperLink's list with its state, which agrees with the list about whether the run is over."""
-    over, _, how = str(known["status"]).partition(":")
-    if progress is None:
-        state = "starting" if over != "finished" else "finished" if how == "completed" else "failed"
-        return {**known, "state": state, "progress": None}
-    if over == "finished" and progress.get("state") in UNFINISHED:
-        progress |= {"state": "failed", "error": KILLED}
-    return {**known, "state": progress.get("state"), "progress": progress}
 
 
 def metrics_of(status: Facts) -> bytes:
@@ -120,7 +110,7 @@ def metrics_of(status: Facts) -> bytes:
     }
     updated = Gauge("polyfed_run_updated_timestamp_seconds", "When the run last did something.", label, registry=made)
     for run in status["runs"]:
-        identity, progress = str(run["id"]), run["progress"] or {}
+        identity, progress = str(run["id"]), run["progress"]
         updated.labels(identity).set(float(progress.get("updated", 0.0)))
         for name, state in states.items():
             state.labels(identity).set(float(run["state"] == name))
@@ -135,7 +125,7 @@ class ServerMonitor:
     """A web application with the pages `/health`, `/metrics` and `/status`.
 
     Args:
-        link: a function that returns the SuperLink's nodes and runs.
+        link: a function that returns the server's devices and runs.
         statuses: the folder with the statuses of the runs.
         token: if not empty, every request must carry this token in its header `Authorization: Bearer TOKEN`. The answer
             to other requests reveals nothing, not even which pages exist. If the token is empty, there is no page
@@ -168,7 +158,7 @@ class ServerMonitor:
             return 404, "text/plain", f"polyfed: here are {', '.join(pages)}\n".encode()
         try:
             return 200, *pages[path]()
-        except Exception as error:  # any error of the SuperLink's database
+        except Exception as error:  # any error of the server's queue
             return 503, "application/json", json.dumps({"status": "failing", "error": type(error).__name__}).encode()
 
     def _knows(self, headers: Any) -> bool:

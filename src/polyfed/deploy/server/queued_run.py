@@ -1,15 +1,13 @@
 """Run an app in this process, with the devices of polyfed's own server on this machine."""
 
 import os
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
-from polyfed.core.errors import RecipeError, command
-from polyfed.deploy.app_folder import APP, RECIPE, placed
+from polyfed.deploy.app_folder import RECIPE, app_config, placed
 from polyfed.deploy.device.tasks import packed
 from polyfed.deploy.server.hosting import RUNS
-from polyfed.deploy.server.run_log import STATUS_FOLDER
+from polyfed.deploy.server.run_log import LOGGER, STATUS_FOLDER
 from polyfed.deploy.server.server import finished, serve
 from polyfed.engines.queued import QueueTransport
 from polyfed.experiment.recipes.recipe import load_recipe
@@ -32,13 +30,10 @@ def run_here(app: Path, credentials: Path, changes: Mapping[str, str]) -> Path:
     Raises:
         PolyfedError: the run failed, or the folder holds no app.
     """
-    if not (app / APP).exists():
-        raise RecipeError(f"{app} holds no app; write one: {command('app', app, '--recipe', 'RECIPE.toml')}")
-    project = tomllib.loads((app / "pyproject.toml").read_text(encoding="utf-8"))
-    config = {key: str(value) for key, value in project["tool"]["flwr"]["app"]["config"].items()} | dict(changes)
+    config = app_config(app) | dict(changes)
     out = Path(config["out"])
     if finished(placed(load_recipe(app / RECIPE), config["data"]), out):
-        print(f"polyfed: the run in {out} is at its end: nothing to do. Another --out begins another run")  # noqa: T201
+        LOGGER.info("the run in %s is at its end: nothing to do. Another --out begins another run", out)
         return out
     os.environ[STATUS_FOLDER] = str((credentials / RUNS).absolute())
     model = app / APP_COPY

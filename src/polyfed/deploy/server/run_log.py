@@ -3,7 +3,7 @@
 The events of the run update the log and the status file. The status file holds counts, times, and reasons for missing
 replies. The status file reveals nothing about labels, because it holds no classes, no accuracy and no loss.
 
-Each Flower run has a folder of its own, which is named by the run's id. The server's process locks this folder until it
+Each start of a run has a folder of its own, which is named by its id. The run's process locks this folder until it
 ends, so a reader knows at once that the process was killed, whatever the status file says.
 """
 
@@ -22,7 +22,7 @@ from polyfed.core.system.log_lines import logger_of
 from polyfed.experiment.running.lock import alone_in, is_locked
 
 STATUS_FOLDER = "POLYFED_STATUS_FOLDER"
-"""Environment variable with the folder in which each run has a folder for its status; `polyfed superlink` sets it."""
+"""Environment variable with the folder in which each run has a folder for its status; `polyfed submit` sets it."""
 
 STATUS = "status.json"
 
@@ -34,7 +34,7 @@ UNFINISHED = ("enrolling", "running")
 KILLED = "the server of the run has ended without a word (stopped, killed, or out of memory); submit the app to go on"
 """The error of a run whose status says that it goes on, although its process has ended."""
 
-LOGGER = logger_of("server", "stdout")  # Flower takes the app's standard output as its log
+LOGGER = logger_of("server", "stderr")  # standard output is for the result
 
 LOGGED = ("client-missing", "late-reply")
 """Events whose log line lists all facts. Other events have their own sentences."""
@@ -53,7 +53,7 @@ KEPT_REASONS = 20
 
 
 def log_run(event: str, **facts: Any) -> None:
-    """Write an event of the run as a line of the app's log, which `flwr log` shows."""
+    """Write an event of the run as a line of its log."""
     level = logging.INFO
     if event == "round-finished":
         row = facts["row"]
@@ -104,7 +104,7 @@ class RunStatus:
         }
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._alive.enter_context(alone_in(folder, "another server has this Flower run", "Stop it", seconds=5.0))
+            self._alive.enter_context(alone_in(folder, "another process writes this status", "Stop it", seconds=5.0))
         except (OSError, RecipeError) as error:
             self._complain(error)
         self._write()
@@ -173,7 +173,7 @@ def listeners_of(run: Path, identity: str) -> tuple[list[Any], RunStatus | None]
 
     Args:
         run: the run folder.
-        identity: the id of the Flower run.
+        identity: the name of this start of the run.
     """
     where = os.environ.get(STATUS_FOLDER)
     status = RunStatus(Path(where) / identity, run) if where else None

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from polyfed.core.errors import DataError, PolyfedError, RecipeError, TooFewReplies, TransportError
+from polyfed.core.errors import DataError, PolyfedError, RecipeError, TooFewReplies
 from polyfed.core.system.files import RECIPE as FILE_OF_RECIPE
 from polyfed.core.system.files import RESULT
 from polyfed.data import Population
@@ -118,11 +118,11 @@ def meet(recipe: Recipe, population: Population, transport: Any) -> None:
         )
 
 
-def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute: Execute[Any]) -> None:
-    """Wait for clients, then run the recipe or resume the run in `out`. This is the main function of a ServerApp.
+def serve(recipe_path: Path, transport: Any, config: Mapping[str, str], execute: Execute[Any]) -> None:
+    """Wait for clients, then run the recipe or resume the run in `out`.
 
     Args:
-        recipe_path: path of the recipe that came with the app.
+        recipe_path: path of the app's recipe.
         transport: carries packets.
         config: the run's configuration. `out` is a folder on the server. If the recipe's [data] has a path, `data` is
             the path of the server's own rows.
@@ -131,11 +131,10 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, Any], execute:
     Raises:
         PolyfedError: an error ended the run. The text and exit code are also written to `out/error.json`.
     """
-    out = Path(str(config.get("out", "runs/flower"))).expanduser()
+    out = Path(config["out"]).expanduser()
     listeners, status = listeners_of(out, transport.identity)
-    gone = TransportError("the SuperLink is gone. Start it again; `polyfed submit` goes on")
-    with told_in(out, status), transport.when_lost(lambda: _tell(out, gone, status)):
-        recipe = placed(load_recipe(recipe_path), str(config.get("data", "")))
+    with told_in(out, status):
+        recipe = placed(load_recipe(recipe_path), config.get("data", ""))
         records = Records(out, resume=True, audit=AuditLog(out))
         emit = Emitter(listeners)
         with only_server(out):
@@ -173,7 +172,7 @@ def naming_the_option() -> Iterator[None]:
 
 @contextmanager
 def told_in(out: Path, status: RunStatus | None = None) -> Iterator[None]:
-    """Write an error of the `with` block to `error.json` in this folder and to the last line of the app's log.
+    """Write an error of the `with` block to `error.json` in this folder and to the last line of the log.
 
     Args:
         out: folder of the run.
@@ -227,12 +226,10 @@ def finished(recipe: Recipe, out: Path) -> bool:
     return all(before.get(key) == now.get(key) for key in {*before, *now} - {"engine", "deployment", "checkpoint"})
 
 
-def only_server(out: Path, seconds: float = 90.0) -> AbstractContextManager[None]:
-    """Lock the run folder. If a previous server holds the lock, wait until it ends.
-
-    A server may run for some seconds after its SuperLink was killed.
+def only_server(out: Path, seconds: float = 5.0) -> AbstractContextManager[None]:
+    """Lock the run folder. If another process holds the lock, wait for it, because it may be about to end.
 
     Raises:
         RecipeError: another server still holds the lock after `seconds`.
     """
-    return alone_in(out, "another server is writing this run", "Stop it (flwr list, flwr stop) or end it", seconds)
+    return alone_in(out, "another server is writing this run", "End it, or choose another folder (--out)", seconds)

@@ -1,8 +1,7 @@
-"""The Flower transport. Only this folder imports `flwr` (1.41 or 1.42, installed by the extra `polyfed[flower]`).
+"""Flower's simulation runtime as a transport. Only this folder imports `flwr` (1.41 or 1.42, extra `polyfed[flower]`).
 
-The same apps run on Flower's simulation runtime, on a SuperLink with SuperNodes, and on a grid that calls the ClientApp
-in this process. This package turns off Flower's telemetry and update check, and Ray's usage statistics. Environment
-variables can turn them on again.
+This package turns off Flower's telemetry and update check, and Ray's usage statistics. Environment variables can turn
+them on again.
 """
 
 import os
@@ -19,8 +18,7 @@ from flwr.supercore import telemetry  # noqa: E402
 # set here too, because flwr has already read the variable if it was imported before polyfed
 telemetry.FLWR_TELEMETRY_ENABLED = os.environ["FLWR_TELEMETRY_ENABLED"]
 
-from polyfed.engines.flower.apps import client_app, server_app, simulate  # noqa: E402
-from polyfed.engines.flower.direct import DirectGrid  # noqa: E402
-from polyfed.engines.flower.server.transport import GridTransport  # noqa: E402
+from polyfed.engines.flower.apps import client_app, simulate  # noqa: E402
+from polyfed.engines.flower.transport import GridTransport  # noqa: E402
 
-__all__ = ["QUIET", "DirectGrid", "GridTransport", "client_app", "server_app", "simulate"]
+__all__ = ["QUIET", "GridTransport", "client_app", "simulate"]

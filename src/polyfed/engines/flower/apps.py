@@ -1,7 +1,4 @@
-"""Turn functions into Flower apps: a message handler into a ClientApp, and a main function into a ServerApp.
-
-The function `simulate` runs both apps in Flower's simulation runtime.
-"""
+"""Run a server's function and a client's handler in Flower's simulation runtime."""
 
 import logging
 import signal
@@ -17,9 +14,7 @@ from flwr.simulation import run_simulation
 
 from polyfed.core.system.stop_signals import handling
 from polyfed.engines.flower.codec import packet_of, records
-from polyfed.engines.flower.flower_log import adopt_flower_log
-from polyfed.engines.flower.server.server_process import end_with_link, speak_last
-from polyfed.engines.flower.server.transport import GridTransport
+from polyfed.engines.flower.transport import GridTransport
 from polyfed.engines.protocol import FAILED
 from polyfed.federation.wire_format import Packet
 
@@ -41,20 +36,6 @@ def client_app(handler: Handler) -> ClientApp:
 
     app.train()(answer)
     app.query()(answer)
-    return app
-
-
-def server_app(main: Callable[["GridTransport", Mapping[str, Any]], None]) -> ServerApp:
-    """Make a ServerApp that calls `main` with a transport and the run's configuration."""
-    app = ServerApp()
-
-    @app.main()
-    def start(grid: Grid, context: Context) -> None:
-        speak_last()
-        adopt_flower_log("server")
-        end_with_link()
-        main(GridTransport(grid, identity=str(context.run_id)), dict(context.run_config))
-
     return app
 
 

@@ -115,7 +115,7 @@ def _rows_are_whole(assembly: Assembly) -> bool:
 
 def _limits(assembly: Assembly) -> Iterator[tuple[str, str]]:
     """Yield the limits that nothing in this run can exceed, each with the reason."""
-    if assembly.recipe.engine.name != "flower":
+    if not assembly.recipe.engine.apart:
         yield from ((limit, "a simulation: only devices count requests") for limit in COUNTED_BY_DEVICES)
     if not isinstance(assembly.algorithm, Evaluate):
         yield "min_group", "a run that trains: only an evaluation job shows groups of rows"

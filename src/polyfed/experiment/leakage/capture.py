@@ -173,7 +173,7 @@ def capture(recipe: Recipe, rounds: int, limit: int, sha256: str | None = None) 
     simulated attacks.
 
     Args:
-        recipe: the recipe. A recipe with the engine `flower` runs on the engine `sequential`, which gives the same
+        recipe: the recipe. A recipe with an engine whose clients are apart runs on `sequential`, which gives the same
             replies.
         rounds: the number of rounds, at most the rounds of the recipe.
         limit: the largest number of clients whose replies are kept.
@@ -183,7 +183,7 @@ def capture(recipe: Recipe, rounds: int, limit: int, sha256: str | None = None) 
         DataError: the fingerprint of the data is not `sha256`.
     """
     engine = replace(recipe.engine, workers=1, device="cpu")
-    recipe = replace(recipe, engine=replace(engine, name="sequential") if engine.name == "flower" else engine)
+    recipe = replace(recipe, engine=replace(engine, name="sequential") if engine.apart else engine)
     with using_threads(recipe.engine.threads):
         assembly = assemble(recipe)
         try:

@@ -211,22 +211,22 @@ TABLE: tuple[Conflict, ...] = (
     ),
     Conflict(
         key=("clients", "overselect"),
-        when=lambda r: r.clients.overselect is not None and r.network is None and r.engine.name != "flower",
+        when=lambda r: r.clients.overselect is not None and r.network is None and not r.engine.apart,
         beside="a simulation without [network]",
         because="no client is slower than another where no time passes",
         instead="Add a section [network], take [engine] name = 'flower', or remove overselect",
     ),
     Conflict(
         key=("network",),
-        when=lambda r: r.network is not None and r.engine.name == "flower",
+        when=lambda r: r.network is not None and r.engine.apart,
         beside="[engine] name = 'flower'",
         because="[network] is simulated time, and this engine runs in real time",
         instead="Remove [network]",
     ),
     Conflict(
         key=("deployment", "relay"),
-        when=lambda r: r.engine.name == "flower" and r.deployment.relay == "refused" and _sends_within_silos(r),
-        because="its clients send messages within silos, and on the engine 'flower' these pass through the server",
+        when=lambda r: r.engine.apart and r.deployment.relay == "refused" and _sends_within_silos(r),
+        because="its clients send messages within silos, which pass through the server in a deployment or on Flower",
         instead="If the server may see them, set relay = 'server-sees' (each client must agree in its own "
         "configuration); otherwise use the sequential or vectorised engine",
     ),

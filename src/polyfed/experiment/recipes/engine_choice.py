@@ -40,7 +40,7 @@ def engine_of(recipe: Recipe) -> Callable[..., Engine]:
         RecipeError: the recipe asks for worker processes or a GPU, but they cannot work here.
     """
     spec = recipe.engine
-    if spec.name == "flower":  # the sequential engine only checks the recipe here, and Flower runs it
+    if spec.apart:  # the sequential engine only checks the recipe here, and others run it
         return Sequential
     chosen = partial(Vectorised, stack=spec.stack, replay=spec.replay)
     return partial(
@@ -107,7 +107,7 @@ def gpus_of(recipe: Recipe) -> tuple[torch.device, ...]:
     spec = recipe.engine
     if spec.cluster:  # Ray shows each actor its own GPU as the first one
         return (torch.device("cuda", 0),) if spec.device == "cuda" else ()
-    if spec.device == "cpu" or spec.workers < 2 or spec.name == "flower":
+    if spec.device == "cpu" or spec.workers < 2 or spec.apart:
         return ()
     return tuple(torch.device("cuda", number) for number in range(num_gpus()))
 

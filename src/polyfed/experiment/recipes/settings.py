@@ -7,13 +7,16 @@ from typing import Annotated, Literal
 from polyfed.core.errors import RecipeError
 from polyfed.core.option_checks import AT_LEAST_ONE, EVERY, FRACTION, NOT_NEGATIVE, POSITIVE, between, check_ranges
 
+APART = ("flower", "devices")
+"""The engines whose clients are in processes of their own or on devices."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
     """The [engine] section.
 
     Attributes:
-        name: `vectorised`, `sequential` or `flower`.
+        name: `vectorised`, `sequential` or `flower`; in a deployment, `polyfed submit` sets `devices`.
         device: `cpu`, `cuda`, or `auto` (CUDA if the machine has it, else the CPU).
         cluster: `ray` trains the clients on a Ray cluster (docs/cluster.md), with the same results; `workers` is then
             the number of actors, 0 for one on each core. Empty: this machine alone.
@@ -38,7 +41,7 @@ class EngineSpec:
             the client out of the round.
     """
 
-    name: Literal["vectorised", "sequential", "flower"] = "vectorised"
+    name: Literal["vectorised", "sequential", "flower", "devices"] = "vectorised"
     device: Literal["cpu", "cuda", "auto"] = "cpu"
     cluster: Literal["", "ray"] = ""
     address: str = ""
@@ -65,9 +68,14 @@ class EngineSpec:
             )
         self._check_cluster()
 
+    @property
+    def apart(self) -> bool:
+        """Whether clients are in processes of their own or on devices, and keep their local state there."""
+        return self.name in APART
+
     def _check_cluster(self) -> None:
         faults = {
-            "name = 'flower': Flower has its own nodes. Use 'vectorised' or 'sequential'": self.name == "flower",
+            "name = 'flower': Flower has its own nodes. Use 'vectorised' or 'sequential'": self.apart,
             "debug = true, which raises a client's exception in this process. Remove one of them": self.debug,
             "device = 'auto', and its nodes may differ. Use 'cpu' or 'cuda'": self.device == "auto",
             "device = 'cuda' without `stack`: this machine cannot see how many clients fit a GPU. Set the largest "
@@ -82,7 +90,7 @@ class EngineSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class DeploymentSpec:
-    """The [deployment] section: how the server of the engine `flower` deals with the devices.
+    """The [deployment] section: how the server of a deployment, or of the engine `flower`, deals with the devices.
 
     Attributes:
         nodes: the number of clients to wait for before the first round of a deployment; 0 means
@@ -112,7 +120,7 @@ class DeploymentSpec:
         relay: `server-sees` lets messages within a silo pass through the server, which can read them; `refused` refuses
             algorithms that send such messages.
         message_megabytes: largest message that the server sends or reads, in units of 2**20 bytes. Devices have their
-            own limit, `polyfed supernode --message-megabytes`.
+            own limit, `message_megabytes` of their file.
         client_cpus: number of CPUs for each client in a simulation, which limits how many run at the same time.
     """
 

@@ -13,16 +13,13 @@ import tomli_w
 from polyfed.core.errors import CheckpointError, RecipeError
 from polyfed.core.system.files import EGRESS, FACTS, RECIPE, RESULT, ROUNDS, append_whole, replace_text, sync, undone
 from polyfed.core.system.json_and_toml import json_ready, parse_toml, to_json
-from polyfed.experiment.recipes.settings import CheckpointSpec
+from polyfed.experiment.recipes.settings import APART, CheckpointSpec
 from polyfed.experiment.running.checkpoint import RESTORE, newest
 from polyfed.experiment.running.constants import refuse_changes
 from polyfed.experiment.running.lock import LOCK, alone_in
 from polyfed.privacy.egress.ledger import Entry, lines
 from polyfed.report.reading.run_schema import ROUND_ROW, RUN_FACTS, RUN_RESULT, parse_as
 from polyfed.training.optimisers import WHOLE_RUN_SCHEDULES
-
-FLOWER = "flower"
-"""The name of the engine whose clients keep their state outside of this process."""
 
 CLASSES = {"name": "classification", "class_weights": [], "ranking": False}
 """The section [task] that is assumed for a run whose recipe.toml has none."""
@@ -249,8 +246,8 @@ class Records:
         self._check_rounds(before, now)
 
     def _check_engine(self, before: str | None, now: str) -> None:
-        """Refuse a change from or to the engine `flower`, which stores the clients' local state in another place."""
-        if before != now and FLOWER in (before, now) and self.checkpoints.exists():
+        """Refuse a change from or to an engine that stores the clients' local state in another place."""
+        if before != now and {before, now} & {*APART} and self.checkpoints.exists():
             raise RecipeError(
                 f"cannot resume: {self.folder} holds a run on engine '{before}', now it is '{now}'. The clients' "
                 f"local state is where '{before}' keeps it, and '{now}' would start without it. Resume with "

@@ -291,7 +291,7 @@ def models_of(
 def _elsewhere(name: str, model_for: str) -> str:
     """Return why the server has no copy of the clients' own models."""
     return (
-        f"{name} trains one model per {model_for}, and the clients keep these models: on engine 'flower' they run in "
+        f"{name} trains one model per {model_for}, and the clients keep these models: they run in "
         "processes of their own or on devices, and the server has no copy"
     )
 
@@ -341,7 +341,7 @@ def load_run(folder: str | Path) -> Run:
     model = model_of(recipe, shapes, facts["classes"], policy, given)
     refuse_changes(records.facts(), constant_facts(model), folder, "cannot load")
     fed = _facts_of(recipe, model, facts, policy, given)
-    elsewhere = recipe.engine.name == "flower"
+    elsewhere = recipe.engine.apart
     if (scaling := facts["scaling"]) is not None:
         scaling = {name: Scaling.read(value, shapes[name]) for name, value in scaling.items()}
 

@@ -100,7 +100,7 @@ class Assembly:
 
 
 ENGINES = ("sequential", "vectorised", "flower")
-"""The engines that a recipe can name. A run on `flower` gets its engine from `polyfed.deploy`."""
+"""The engines of simulations. A run on `flower` gets its engine from `polyfed.deploy`, as one on devices does."""
 
 
 def population_of(recipe: Recipe, loaded: Columns | None = None) -> Population:

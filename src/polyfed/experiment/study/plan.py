@@ -19,6 +19,7 @@ from polyfed.data.columns import VALIDATION
 from polyfed.data.stacking import stacked
 from polyfed.experiment.recipes.recipe import Recipe, parse_recipe, read_table
 from polyfed.experiment.recipes.sections import SECTIONS
+from polyfed.experiment.recipes.settings import APART
 from polyfed.experiment.results.round_facts import versions
 from polyfed.experiment.study.ranges import at, combinations, edit, end_of, put, sets
 from polyfed.experiment.study.run_checks import (
@@ -217,9 +218,9 @@ class Planner:
         recipe = None
         for last in (False, True):
             recipe = noted(errors, lambda last=last: self._checked(cell, last))  # type: ignore[misc]
-        if at(cell.table, "engine.name") == "flower":
+        if (engine := at(cell.table, "engine.name")) in APART:
             errors.append(
-                "[engine] name = 'flower' starts processes of its own, which a study does not. Use 'vectorised' or "
+                f"[engine] name = '{engine}' starts processes of its own, which a study does not. Use 'vectorised' or "
                 "'sequential'"
             )
         searched = cell.space and not cell.settings_of

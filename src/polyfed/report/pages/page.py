@@ -325,7 +325,7 @@ def _reconciled(folder: Folder, device_logs: Sequence[Path]) -> Reconciliation |
     try:
         return reconcile(folder.path, device_logs)
     except ImportError:  # a run that was copied to a machine without the extra
-        return Reconciliation((), ("the audit logs were not checked: pip install 'polyfed[flower]'",))
+        return Reconciliation((), ("the audit logs were not checked: pip install 'polyfed[server]'",))
 
 
 def matrices(sums: egress.Egress, folder: Folder, modalities: Sequence[str]) -> list[dict[str, Any]]:

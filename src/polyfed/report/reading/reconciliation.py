@@ -77,7 +77,7 @@ def reconcile(run: str | Path, devices: Sequence[Path] = ()) -> Reconciliation:
 
     Raises:
         DataError: the folder holds no run.
-        ImportError: the extra `polyfed[flower]` is not installed.
+        ImportError: the extra `polyfed[server]` is not installed.
     """
     folder = Folder(Path(run))
     remarks: list[str] = []
@@ -117,7 +117,7 @@ def reconcile(run: str | Path, devices: Sequence[Path] = ()) -> Reconciliation:
 
 def _verified(place: Path, remarks: list[str], findings: list[str]) -> bool:
     """Check the chain of a log, and return whether there is a log to compare."""
-    from polyfed.privacy.egress.audit_log_verification import verify  # needs the extra polyfed[flower]
+    from polyfed.privacy.egress.audit_log_verification import verify  # needs the extra polyfed[server]
 
     try:
         found = verify(place)

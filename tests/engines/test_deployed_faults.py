@@ -10,23 +10,24 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
-
+pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
 import world
-from engines.direct import grid_of, joined, played
+from engines.direct import Hub, HubTransport, hub_of, joined, played
 from engines.misdeeds import boxed, counting, not_a_number, renamed, reshaped, with_header
 from polyfed.core.errors import EgressError, RecipeError, TooFewReplies
+from polyfed.deploy.device.agent import LOST
 from polyfed.deploy.device.runtime import book
 from polyfed.deploy.device.store import Memory
 from polyfed.deploy.handlers import Simulated
-from polyfed.engines.flower import DirectGrid, GridTransport, client_app
+from polyfed.engines.protocol import FAILED, RequestId, reason
 from polyfed.engines.remote import Remote
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.recipes.settings import DeploymentSpec, EngineSpec
 from polyfed.experiment.running import checkpoint
 from polyfed.federation.wire_format import Packet
 from polyfed.selection import Uniform
+from polyfed.transport.queue import Waiting
 
 VICTIM = 2
 
@@ -78,38 +79,34 @@ BAD = {
         lambda request, reply: with_header(reply, tensors=[["params", f"a.{n}", "bool", [0]] for n in range(39_990)]),
         "too many tensors: 39990, allowed are ",
     ),
-    "a crash": (lambda request, reply: 1 // 0, "Flower says"),
+    "a crash": (lambda request, reply: 1 // 0, "was killed twice"),
 }
 
 
 @pytest.mark.parametrize("rows", [10**9, 1])
 def test_a_client_weighs_what_it_enrolled_with_whatever_it_says_later(rows: int, tmp_path: Path) -> None:
     made = recipe()
-    honest = joined(made, DirectGrid(client_app(Simulated(made, tmp_path / "honest")), 6))
-    lying = joined(made, DirectGrid(client_app(hurt(counting(rows))(Simulated(made, tmp_path / "lying"))), 6))
+    honest = joined(made, hub_of(made, tmp_path / "honest"))
+    lying = joined(made, hub_of(made, tmp_path / "lying", hurt(counting(rows))))
     theirs, ours = played(made, honest)[0], played(made, lying)[0]
     assert all(torch.equal(ours.params[name], theirs.params[name]) for name in theirs.params)
 
 
-class Crashing(DirectGrid):
-    """What Flower makes of a ClientApp that raises: a message with an error."""
+class Crashing(Hub):
+    """What a device answers if the process of a task dies twice; see `tests/attacks/test_lost_tasks.py`."""
 
-    def _called(self, message: Any) -> Any:
-        from flwr.app import Error, Message
-        from flwr.common.constant import ErrorCode
-
+    def answer(self, found: Waiting) -> Packet:
         try:
-            return super()._called(message)
-        except ArithmeticError as error:
-            return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error)), reply_to=message)
+            return super().answer(found)
+        except ArithmeticError:
+            return reason(FAILED, RequestId.read(self.packet(found).header), f"client {VICTIM}: {LOST}")
 
 
 @pytest.mark.parametrize("fault", BAD)
 def test_a_bad_reply_is_dropped_with_a_reason_and_the_round_goes_on(fault: str, tmp_path: Path) -> None:
     change, words = BAD[fault]
     made = recipe(message_megabytes=1)
-    handler = hurt(change)(Simulated(made, tmp_path / "hurt"))
-    parts = joined(made, Crashing(client_app(handler), 6))
+    parts = joined(made, Crashing(hurt(change)(Simulated(made, tmp_path / "hurt")), 6))
     told: dict[int, str] = {}
     parts.fed.emit = lambda event, **facts: told.update({facts["client"]: facts["reason"]})
     state, _ = played(made, parts)
@@ -129,8 +126,8 @@ def test_a_bad_reply_is_dropped_with_a_reason_and_the_round_goes_on(fault: str, 
 
 def test_a_client_that_is_dropped_leaves_the_others_as_if_it_had_not_been_asked(tmp_path: Path) -> None:
     made = recipe()
-    silent = joined(made, grid_of(made, tmp_path / "a", hurt(lambda request, reply: Packet({}))))
-    absent = joined(made, grid_of(made, tmp_path / "b", hurt(lambda request, reply: not_a_number(request, reply))))
+    silent = joined(made, hub_of(made, tmp_path / "a", hurt(lambda request, reply: Packet({}))))
+    absent = joined(made, hub_of(made, tmp_path / "b", hurt(lambda request, reply: not_a_number(request, reply))))
     assert checkpoint.digest(played(made, silent)[0]) == checkpoint.digest(played(made, absent)[0])
 
 
@@ -160,7 +157,7 @@ def test_a_clients_own_policy_refuses_and_no_byte_of_the_reply_leaves(tmp_path: 
 
         return answer
 
-    parts = joined(made, grid_of(made, tmp_path, wrap))
+    parts = joined(made, hub_of(made, tmp_path, wrap))
     told: dict[int, str] = {}
     parts.fed.emit = lambda event, **facts: told.update({facts["client"]: facts["reason"]})
     played(made, parts)
@@ -176,7 +173,7 @@ def test_a_clients_own_policy_refuses_and_no_byte_of_the_reply_leaves(tmp_path: 
 
 def test_a_refusal_ends_the_run_with_the_clients_words_where_the_recipe_says_stop(tmp_path: Path) -> None:
     made = recipe(on_refusal="stop")
-    parts = joined(made, grid_of(made, tmp_path, refusing))
+    parts = joined(made, hub_of(made, tmp_path, refusing))
     with pytest.raises(EgressError, match=f"client {VICTIM} refused to send") as caught:
         played(made, parts)
     assert caught.value.exit_code == 3
@@ -184,13 +181,13 @@ def test_a_refusal_ends_the_run_with_the_clients_words_where_the_recipe_says_sto
 
 def test_too_few_replies_end_the_run(tmp_path: Path) -> None:
     made = recipe(min_replies=6)
-    parts = joined(made, grid_of(made, tmp_path, hurt(lambda request, reply: Packet({}))))
+    parts = joined(made, hub_of(made, tmp_path, hurt(lambda request, reply: Packet({}))))
     with pytest.raises(TooFewReplies, match="5 of 6 clients answered"):
         played(made, parts)
 
 
 def test_messages_within_a_silo_are_refused_unless_recipe_and_client_let_the_server_see_them(tmp_path: Path) -> None:
-    from engines.test_flower_inprocess import small
+    from engines.test_behind_the_wire import small
 
     made = small("vfl")
     with pytest.raises(RecipeError, match="relay = 'server-sees'"):
@@ -198,7 +195,7 @@ def test_messages_within_a_silo_are_refused_unless_recipe_and_client_let_the_ser
     local = replace(made.engine, name="sequential")
     secret = replace(made, engine=local, deployment=replace(made.deployment, relay="refused"))
     # the server's recipe says so, the clients' own does not
-    parts = joined(made, grid_of(secret, tmp_path))
+    parts = joined(made, hub_of(secret, tmp_path))
     with pytest.raises(EgressError, match="its reply is for the silo"):
         played(made, parts)
     # nor does it help to call the reply one for the server: what a task is for, its own code says
@@ -207,18 +204,18 @@ def test_messages_within_a_silo_are_refused_unless_recipe_and_client_let_the_ser
         return lambda packet, *rest: handler(Packet(packet.header | {"scope": "server"}, packet.body), *rest)
 
     with pytest.raises(EgressError, match="its reply is for the silo"):
-        played(made, joined(made, grid_of(secret, tmp_path / "relabelled", relabelled)))
+        played(made, joined(made, hub_of(secret, tmp_path / "relabelled", relabelled)))
 
 
 def test_a_server_that_died_after_clients_had_answered_gets_the_same_answers_again(tmp_path: Path) -> None:
     made = recipe("scaffold", rounds=3)  # clients keep control variates: doing a round twice must not count twice
-    whole, _ = played(made, joined(made, grid_of(made, tmp_path / "whole")))
-    grid = grid_of(made, tmp_path / "hurt")
-    first = joined(made, grid)
+    whole, _ = played(made, joined(made, hub_of(made, tmp_path / "whole")))
+    hub = hub_of(made, tmp_path / "hurt")
+    first = joined(made, hub)
     half, _ = played(replace(made, rounds=1), replace_rounds(first, made))
     first.fed.begin(2)
     made.algorithm.round(half, first.fed)  # everybody answered round 2; then the server was gone
-    again = joined(made, grid)
+    again = joined(made, hub)
     assert isinstance(again.engine, Remote)
     again.engine.terms = replace(again.engine.terms, session=again.engine.terms.session + 10**6)
     again.engine.saved(1)
@@ -234,50 +231,47 @@ def replace_rounds(parts: Any, made: Recipe) -> Any:
     return parts
 
 
-def ask_of(grid: DirectGrid, sent: list[Any]) -> None:
-    """Have a grid remember what it carries."""
-    push = grid.push_messages
+class Noting(Hub):
+    """Notes the requests that it carries, with their bodies."""
 
-    def noted(messages: Any) -> Any:
-        messages = list(messages)
-        sent.extend(messages)
-        return push(messages)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.sent: list[tuple[Packet, int]] = []
 
-    grid.push_messages = noted  # type: ignore[method-assign]
+    def packet(self, found: Waiting) -> Packet:
+        packet = super().packet(found)
+        if "request_id" in packet.header:
+            self.sent.append((packet, self.names.index(found.device)))
+        return packet
+
+    def again(self, place: int) -> Packet:
+        """The answer of the device if a request is delivered once more."""
+        packet, number = self.sent[place]
+        return self.handler(packet, {"partition-id": number})
 
 
 def test_an_old_ask_is_stale_at_the_client_and_changes_nothing_there(tmp_path: Path) -> None:
     made = recipe("scaffold")
-    grid, sent = grid_of(made, tmp_path), []
-    parts = joined(made, grid)
-    ask_of(grid, sent)
-    played(made, parts)
+    hub = Noting(Simulated(made, tmp_path), 6)
+    played(made, joined(made, hub))
     places = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("state-*"))
-    reply = grid._called(sent[0])
-    from polyfed.engines.flower.codec import packet_of
-
-    packet = packet_of(reply.content)
-    assert isinstance(packet, Packet)
-    assert packet.header["verdict"] == "failed"
-    assert "stale" in packet.header["reason"]
+    reply = hub.again(0)
+    assert reply.header["verdict"] == "failed"
+    assert "stale" in reply.header["reason"]
     assert places == sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("state-*"))
 
 
 def test_an_ask_delivered_twice_is_answered_twice_the_same(tmp_path: Path) -> None:
     made = recipe("scaffold", rounds=1)
-    grid, sent = grid_of(made, tmp_path), []
-    parts = joined(made, grid)
-    ask_of(grid, sent)
-    played(made, parts)
-    from polyfed.engines.flower.codec import packet_of
-
-    first, second = (packet_of(grid._called(sent[-1]).content) for _ in range(2))
+    hub = Noting(Simulated(made, tmp_path), 6)
+    played(made, joined(made, hub))
+    first, second = (hub.again(-1) for _ in range(2))
     assert first == second
 
 
 def test_a_full_disk_at_a_client_drops_it_and_spoils_nothing(tmp_path: Path, monkeypatch: Any) -> None:
     made = recipe("scaffold", rounds=3)
-    parts = joined(made, grid_of(made, tmp_path))
+    parts = joined(made, hub_of(made, tmp_path))
     told: list[tuple[int, str]] = []
     parts.fed.emit = lambda event, **facts: told.append((facts["round"], facts["reason"]))
     write = Memory.write
@@ -325,7 +319,7 @@ def test_a_client_that_changes_its_modalities_is_left_out(tmp_path: Path) -> Non
 
         return answer
 
-    parts = joined(made, grid_of(made, tmp_path, wrap))
+    parts = joined(made, hub_of(made, tmp_path, wrap))
     told: dict[int, str] = {}
     parts.fed.emit = lambda event, **facts: told.update({facts["client"]: facts["reason"]})
     played(made, parts)
@@ -340,64 +334,59 @@ def test_two_nodes_with_one_number_are_told_apart(tmp_path: Path) -> None:
     def wrap(handler: Any) -> Any:
         return lambda packet, config: handler(packet, dict(config) | {"partition-id": config["partition-id"] // 2})
 
-    answers = GridTransport(grid_of(made, tmp_path, wrap)).enrol(6, 5)
+    answers = HubTransport(hub_of(made, tmp_path, wrap)).enrol(6, 5)
     verdicts = [answer.header["verdict"] for answer in answers]
     assert verdicts.count("enrolled") == 3
     assert verdicts.count("failed") == 3
 
 
-class Slow(DirectGrid):
-    """One node never answers."""
+class Slow(Hub):
+    """One device never answers a request."""
 
-    def pull_messages(self, message_ids: Any) -> Any:
-        found = super().pull_messages(message_ids)
-        late = lambda message: message.metadata.src_node_id == VICTIM + 1 and message.metadata.message_type == "train"  # noqa: E731
-        return [message for message in found if not late(message)]
+    def next_for(self, name: str) -> Waiting | None:
+        found = super().next_for(name)
+        asked = found is not None and "request_id" in found.header
+        return None if asked and name == self.names[VICTIM] else found
 
 
 def test_a_straggler_is_cut_at_the_deadline(tmp_path: Path) -> None:
-    made = recipe(rounds=1, reply_seconds=1.0)
-    parts = joined(made, Slow(client_app(Simulated(made, tmp_path)), 6))
+    made = recipe(rounds=1, reply_seconds=3.0)
+    parts = joined(made, Slow(Simulated(made, tmp_path), 6))
     told: dict[int, str] = {}
     parts.fed.emit = lambda event, **facts: told.update({facts["client"]: facts["reason"]})
     played(made, parts)
-    assert told == {VICTIM: "late: no answer within 1 seconds"}
+    assert told == {VICTIM: "late: no answer within 3 seconds"}
 
 
-class Lossy(DirectGrid):
-    """A node is gone when it is asked, and back at once: Flower says that it is unavailable."""
+class Leaving(Hub):
+    """A device is gone when it is asked for the first time, and back a moment later."""
 
-    lost = 0
+    gone = 0
 
-    def _called(self, message: Any) -> Any:
-        from flwr.app import Error, Message
-        from flwr.common.constant import ErrorCode
-
-        if message.metadata.dst_node_id == VICTIM + 1 and message.metadata.message_type == "train" and not self.lost:
-            self.lost += 1
-            return Message(Error(ErrorCode.NODE_UNAVAILABLE, "node is gone"), reply_to=message)
-        return super()._called(message)
+    def work(self) -> None:
+        asked = self.queue.next_for(self.names[VICTIM])
+        self.absent = set()
+        if asked is not None and "request_id" in asked.header and not self.gone:
+            self.gone, self.absent = 1, {self.names[VICTIM]}
+        super().work()
 
 
-def test_an_ask_that_was_lost_with_its_node_is_sent_again(tmp_path: Path, monkeypatch: Any) -> None:
-    from polyfed.engines import patience
-
-    monkeypatch.setattr(patience, "LOOK_EVERY", 0.0)
+def test_a_request_waits_for_a_device_that_is_gone_for_a_moment(tmp_path: Path) -> None:
     made = recipe("scaffold")
-    whole, rows = played(made, joined(made, grid_of(made, tmp_path / "whole")))
-    grid = Lossy(client_app(Simulated(made, tmp_path / "lossy")), 6)
-    state, again = played(made, joined(made, grid))
-    assert grid.lost == 1
+    whole, rows = played(made, joined(made, hub_of(made, tmp_path / "whole")))
+    hub = Leaving(Simulated(made, tmp_path / "leaving"), 6)
+    state, again = played(made, joined(made, hub))
+    assert hub.gone == 1
     assert checkpoint.digest(state) == checkpoint.digest(whole)
     assert rows == again
 
 
 def test_bytes_on_the_wire_are_the_ledgers_and_a_header(tmp_path: Path) -> None:
     made = recipe()
-    grid = grid_of(made, tmp_path)
-    parts = joined(made, grid)
-    before = grid.bytes_up
+    hub = hub_of(made, tmp_path)
+    parts = joined(made, hub)
+    before = hub.bytes_up
     played(made, parts)
     booked = parts.ledger.bytes_up
     messages = 6 * made.rounds
-    assert booked < grid.bytes_up - before < booked + 2500 * messages
+    assert booked < hub.bytes_up - before < booked + 2500 * messages

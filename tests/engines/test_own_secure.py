@@ -1,4 +1,4 @@
-"""Secure aggregation over five SuperNodes, two of which are killed in the middle of a round. Slow; `make check-all`."""
+"""Secure aggregation over five devices, two of which are killed in the middle of a round. Slow; `make check-all`."""
 
 import json
 from pathlib import Path
@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
 import world
-from engines.federations import PATIENCE, recipe_for, rows
-from polyfed.deploy.local_federation import LocalFederation
+from engines.federations import PATIENCE, Federation, recipe_for, rows
 from polyfed.experiment.recipes.recipe import load_recipe
 from polyfed.experiment.running import checkpoint
 from polyfed.experiment.running.assembly import assemble
@@ -34,7 +33,7 @@ def killing(self, task, *rest, **options):
     return step(self, task, *rest, **options)
 SecureSum._step = killing
 """
-"""For the app on the server: it kills SuperNodes, with their processes, directly before it sends a task."""
+"""In the process of the run: it kills devices, with their processes, directly before it sends a task."""
 
 
 def five(folder: Path) -> Path:
@@ -42,7 +41,7 @@ def five(folder: Path) -> Path:
     path = recipe_for("fedavg", folder, rounds=1, more="away_seconds = 2.0")
     text = path.read_text().replace(f"away_seconds = {PATIENCE}\n", "").replace("num = 3", "num = 5")
     text = text.replace('[["gray", "color"], ["gray"], ["color"]]', '[["gray", "color"]]')
-    path.write_text(text.replace("[engine]", f"{FIVE}[engine]"))
+    path.write_text(text.replace("[deployment]", f"{FIVE}[deployment]"))
     return path
 
 
@@ -55,20 +54,18 @@ def reference(recipe: Path) -> tuple[str, list[dict[str, Any]]]:
     return checkpoint.digest(state), [row for row in parts.ledger.rows() if row.get("masked")]
 
 
-def test_the_sum_survives_supernodes_that_are_killed_before_and_after_their_masked_reply(tmp_path: Path) -> None:
+def test_the_sum_survives_devices_that_are_killed_before_and_after_their_masked_reply(tmp_path: Path) -> None:
     recipe = five(tmp_path)
-    with LocalFederation(recipe, tmp_path / "fed") as federation:
+    with Federation(recipe, tmp_path / "fed") as federation:
         federation.start()
-        pids = {name: federation.processes[name].pid for name in ("node-1", "node-3")}
+        pids = {name: federation.processes[name].pid for name in ("device-1", "device-3")}
         victims = tmp_path / "victims.json"
-        victims.write_text(json.dumps({"update": [pids["node-1"]], "unmask": [pids["node-3"]]}))
-        module = federation.app / "polyfed_app.py"
-        module.write_text(module.read_text() + KILLING.format(victims=str(victims)))
-        federation.run().wait(PATIENCE * 2)
+        victims.write_text(json.dumps({"update": [pids["device-1"]], "unmask": [pids["device-3"]]}))
+        federation.run(changed=KILLING.format(victims=str(victims))).wait(PATIENCE * 2)
         told = federation.log("run")
         out = federation.out
         assert (out / "result.json").exists(), told[-3000:]
-        assert federation.processes["node-1"].poll() == federation.processes["node-3"].poll() == -9
+        assert federation.processes["device-1"].poll() == federation.processes["device-3"].poll() == -9
     result = json.loads((out / "result.json").read_text())
     line = json.loads((out / "rounds.jsonl").read_text().splitlines()[0])
     state, masked = reference(recipe)

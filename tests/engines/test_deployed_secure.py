@@ -8,18 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
 import polyfed
 import world
 from engines.devices import RECIPE, Devices
-from engines.direct import grid_of, joined, played
+from engines.direct import hub_of, joined, over, played
 from engines.misdeeds import with_header
-from engines.test_flower_inprocess import order, own_ledgers
+from engines.test_behind_the_wire import order, own_ledgers
 from polyfed.algorithms.averaging import Update
 from polyfed.core.masked import masked_class
 from polyfed.deploy.device.store import STORE
-from polyfed.engines.flower import DirectGrid, GridTransport, client_app
 from polyfed.engines.protocol import FAILED, REFUSED, REPLY
 from polyfed.experiment.recipes.settings import EngineSpec
 from polyfed.experiment.running import checkpoint
@@ -51,9 +50,6 @@ class Observed(Devices):
         self.seen.append((packet, answer, config))
         return answer
 
-    def transport(self) -> GridTransport:
-        return GridTransport(DirectGrid(client_app(self), 5))
-
     def of(self, task: str, client: int) -> tuple[Packet, Packet, Mapping[str, Any]]:
         """The last request for a task, and the answer to it."""
         return next(
@@ -84,7 +80,7 @@ def test_parameters_and_ledgers_equal_the_sequential_engines(tmp_path: Path) -> 
     method = world.algorithm("scaffold", selector=Uniform(), secure_aggregation=SecureAggregation())
     made = world.recipe(method, EngineSpec(name="flower"), rounds=1)
     _, state_one, ledger_one = world.played(replace(made, engine=EngineSpec(name="sequential")))
-    state, ledger = played(made, joined(made, grid_of(made, tmp_path)))
+    state, ledger = played(made, joined(made, hub_of(made, tmp_path)))
     assert checkpoint.digest(state_one) == checkpoint.digest(state)
     assert ledger == ledger_one, "the server's ledger"
     assert own_ledgers(tmp_path) == sorted(ledger_one, key=order), "the clients' own ledgers"
@@ -141,7 +137,7 @@ def test_a_device_draws_new_keys_for_every_request(tmp_path: Path) -> None:
             answers.extend([answer, *(devices.again("secure_aggregation.advertise", 3) for _ in range(2))])
         return answer
 
-    devices.serve(tmp_path / "run", GridTransport(DirectGrid(client_app(asking), 5)))
+    devices.serve(tmp_path / "run", over(asking, 5))
     assert len({decode(answer, PublicKeys, limit=2**20).keys.numpy().tobytes() for answer in answers}) == 3
 
 
@@ -172,7 +168,7 @@ def test_a_dishonest_server_gets_neither_a_second_reply_nor_both_shares(tmp_path
         return answer
 
     with pytest.raises(polyfed.core.errors.TooFewReplies):
-        devices.serve(tmp_path / "run", GridTransport(DirectGrid(client_app(asking), 5)))
+        devices.serve(tmp_path / "run", over(asking, 5))
     assert [answer.header["verdict"] for answer in refused] == [REFUSED] * 2
     assert all("has used its secrets" in answer.header["reason"] for answer in refused)
     assert {answer.header["verdict"] for answer in asked} == {FAILED}
@@ -225,7 +221,7 @@ def test_a_server_that_changes_the_recipe_or_the_header_gets_no_second_reply(tmp
         return answer
 
     with pytest.warns(polyfed.core.errors.PolyfedWarning, match="gave no usable reply"):
-        devices.serve(tmp_path / "run", GridTransport(DirectGrid(client_app(asking), 5)))
+        devices.serve(tmp_path / "run", over(asking, 5))
     assert len(answers) == 8
     assert {name: answer.header["verdict"] for name, answer in answers.items()} == dict.fromkeys(answers, REFUSED)
     for name in ("first share", *CHANGES, "policy"):

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
 import world
-from engines.direct import grid_of, joined, played
+from engines.direct import hub_of, joined, played
 from laws.rows import ROWS
 from laws.test_laws import world as law_world
 from polyfed.algorithms import ALGORITHMS
@@ -45,7 +45,7 @@ def own_ledgers(folder: Path) -> list[dict[str, Any]]:
 def test_parameters_and_ledgers_equal_the_sequential_engines(name: str, tmp_path: Path) -> None:
     made = small(name)
     one, state_one, ledger_one = world.played(in_one_process(made))
-    parts = joined(made, grid_of(made, tmp_path))
+    parts = joined(made, hub_of(made, tmp_path))
     state, ledger = played(made, parts)
     assert furthest(getattr(state_one, "params", {}), getattr(state, "params", {})) <= 1e-6
     assert checkpoint.digest(state_one) == checkpoint.digest(state), "one after another in the same order: bit for bit"
@@ -65,6 +65,6 @@ def test_holes_and_dropped_modalities_are_the_same_behind_the_wire(name: str, tm
     made = replace(made, clients=clients, algorithm=method)
     one, state_one, ledger_one = world.played(in_one_process(made))
     assert not one.population.columns.present["a"].all()
-    state, ledger = played(made, joined(made, grid_of(made, tmp_path)))
+    state, ledger = played(made, joined(made, hub_of(made, tmp_path)))
     assert checkpoint.digest(state_one) == checkpoint.digest(state)
     assert ledger == ledger_one

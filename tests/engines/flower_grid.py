@@ -1,4 +1,4 @@
-"""A Flower grid that runs in this process, for conformance tests."""
+"""A Flower grid that runs in this process."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
 import world
-from engines.direct import grid_of, joined, played
+from engines.direct import hub_of, joined, played
 from polyfed.experiment.recipes.settings import EngineSpec
 from polyfed.experiment.running import checkpoint
 from privacy.test_private_runs import private
@@ -18,7 +18,7 @@ from privacy.test_private_runs import private
 def test_a_simulation_on_flower_equals_the_sequential_engine_bit_for_bit(kind: str, tmp_path: Path) -> None:
     made = private(kind, EngineSpec(name="flower"), epsilon=500.0, noise_multiplier=None, rounds=2)
     one, state_one, ledger_one = world.played(replace(made, engine=replace(made.engine, name="sequential")))
-    parts = joined(made, grid_of(made, tmp_path))
+    parts = joined(made, hub_of(made, tmp_path))
     state, ledger = played(made, parts)
     assert checkpoint.digest(state_one) == checkpoint.digest(state)
     assert ledger == ledger_one

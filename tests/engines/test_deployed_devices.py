@@ -2,30 +2,25 @@
 is found out before anything is started. No processes."""
 
 import json
-import logging
 import os
-import socket
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
 from engines.devices import RECIPE, Devices
+from engines.direct import over
 from polyfed.cli import main
 from polyfed.core.errors import DataError, ModelError, RecipeError, TooFewReplies
 from polyfed.deploy import write_app, write_nodes
-from polyfed.deploy.app_folder import placed
+from polyfed.deploy.app_folder import app_config, placed
 from polyfed.deploy.credentials import _authority, _server, write_credentials
-from polyfed.deploy.device.configuration import NodeConfig, node_from, policy_on
+from polyfed.deploy.device.configuration import NodeConfig, policy_on
 from polyfed.deploy.device.recipe_check import inspect
-from polyfed.deploy.local_federation import finished
-from polyfed.deploy.server.server import only_server, serve
-from polyfed.engines.flower import DirectGrid, GridTransport, client_app
-from polyfed.engines.flower.server.server_process import LAST_WORD, _address, _refuses, speak_last
+from polyfed.deploy.server.server import finished, only_server, serve
 from polyfed.engines.protocol import hello
 from polyfed.experiment.recipes.recipe import load_recipe
 from polyfed.experiment.running.loop import execute
@@ -44,7 +39,7 @@ def without(devices: Devices, key: str, value: str) -> dict[str, Any]:
 WRONG = {
     "its policy file is not valid": ("policy", "/srv/hospital/policy.toml", "/srv/hospital/policy.toml"),
     "its data cannot be used": ("data", "/srv/hospital/patients.npz", "'/srv/hospital/patients.npz' does not exist"),
-    "its --node-config is not valid": ("dta", "/srv/hospital/x.npz", "did you mean 'data'"),
+    "its table [[device]] is not valid": ("dta", "/srv/hospital/x.npz", "did you mean 'data'"),
 }
 
 
@@ -95,7 +90,7 @@ def test_a_fault_during_an_ask_answers_that_ask_and_tells_no_path(tmp_path: Path
         return devices(packet, config)
 
     with pytest.raises(TooFewReplies, match="client 1: its data cannot be used; its own log says why") as caught:
-        serve(recipe, GridTransport(DirectGrid(client_app(breaking), 3)), {"out": str(tmp_path / "run")}, execute)
+        serve(recipe, over(breaking, 3), {"out": str(tmp_path / "run")}, execute)
     assert "hospital" not in str(caught.value)
     assert "hospital" in capsys.readouterr().err
 
@@ -126,7 +121,7 @@ def test_a_run_begins_with_all_devices_unless_the_recipe_says_otherwise(tmp_path
     assert caught.value.exit_code == 4
     (devices.app / "recipe.toml").write_text(RECIPE + "min_nodes = 2\n")
     devices.serve(tmp_path / "run")
-    out = capsys.readouterr().out
+    out = capsys.readouterr().err
     assert "waiting: 2 of 3 enrolled" in out
     assert "WARNING polyfed: starting with 2 of 3 clients. Not enrolled: client 1: its policy file is not valid" in out
     assert "note: text" not in out
@@ -211,7 +206,7 @@ def test_the_servers_own_rows_are_found_from_any_folder(tmp_path: Path, monkeypa
     Path("recipe.toml").write_text(OWN_DATA)
     warned: list[str] = []
     app = write_app("recipe.toml", "app", warned.append)
-    config = tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    config = app_config(app)
     assert config["data"] == str(tmp_path / "rows.npz")
     assert not warned
     monkeypatch.chdir("/")
@@ -351,7 +346,7 @@ def test_a_policy_file_is_checked_alone(tmp_path: Path) -> None:
     own.write_text("[egress.bb]\nserver = []\n")
     with pytest.raises(RecipeError, match="has no row 'bb'; did you mean 'b'"):
         inspect(recipe, str(own))
-    with pytest.raises(RecipeError, match="neither a policy file nor"):
+    with pytest.raises(RecipeError, match="neither the file of a device, nor a policy file, nor"):
         inspect(recipe, "nowhere.toml")
 
 
@@ -389,15 +384,6 @@ def test_a_wrong_device_is_told_so_before_it_starts(config: str, words: str, tmp
     assert words in str(caught.value)
 
 
-def test_a_configuration_is_read_as_flower_reads_it() -> None:
-    from flwr.common.config import parse_config_args
-
-    text = 'data="/a b/mine.npz" client=3 modalities="text,audio" silo=1'
-    read = parse_config_args([text])
-    node = node_from(text)
-    assert {key: getattr(node, key) for key in read} == read
-
-
 def test_a_run_is_finished_when_its_recipe_has_a_result(tmp_path: Path) -> None:
     devices, out = Devices(tmp_path), tmp_path / "run"
     recipe = load_recipe(devices.recipe)
@@ -408,42 +394,3 @@ def test_a_run_is_finished_when_its_recipe_has_a_result(tmp_path: Path) -> None:
     assert not finished(load_recipe(tmp_path / "more.toml"), out)
     (tmp_path / "other.toml").write_text(RECIPE.replace("lr = 0.1", "lr = 0.2"))
     assert not finished(load_recipe(tmp_path / "other.toml"), out)
-
-
-def test_a_server_knows_where_its_superlink_is_and_when_nobody_listens_there() -> None:
-    assert _address(["flwr-serverapp", "--runtime-api-address", "127.0.0.1:8000", "--token", "x"]) == (
-        "127.0.0.1",
-        8000,
-    )
-    assert _address(["flwr-serverapp", "--runtime-api-address", "[::1]:8000"]) == ("::1", 8000)
-    assert _address(["pytest", "-q"]) is None
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        address = listening.getsockname()
-        assert not _refuses(address)
-    assert _refuses(address)
-
-
-def test_the_sentence_of_a_users_fault_is_flowers_last_word(monkeypatch: Any) -> None:
-    from flwr.supercore import log
-
-    said: list[str] = []
-
-    class Listening(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-
-    handler = Listening()
-    logger = logging.getLogger("flwr")
-    monkeypatch.setattr(LAST_WORD, "told", False)
-    speak_last()
-    logger.addHandler(handler)
-    try:
-        log(logging.ERROR, "Exit Code: 1\nof something else")
-        log(logging.ERROR, "%s raised an exception", "ServerApp", exc_info=TooFewReplies("2 of 3"))
-        log(logging.ERROR, "Exit Code: 201\nAn unhandled exception occurred in the ServerApp.")
-        log(logging.INFO, "")
-        log(logging.ERROR, "%s raised an exception", "ServerApp", exc_info=ValueError("ours"))
-    finally:
-        logger.removeHandler(handler)
-        logger.removeFilter(LAST_WORD)
-    assert said == ["Exit Code: 1\nof something else", "ServerApp raised an exception"]

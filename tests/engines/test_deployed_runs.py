@@ -1,28 +1,30 @@
 """The path of real devices (own folder, own data, own policy, facts from enrolment), without the processes."""
 
 import json
+import socket
 import stat
-import tomllib
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-pytest.importorskip("flwr", reason="the extra polyfed[flower] is not installed")
+pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
 import polyfed
 from engines.devices import RECIPE, Devices
+from engines.direct import over
 from polyfed.cli import main
-from polyfed.core.errors import BadReply, EgressError, RecipeError, TooFewReplies
-from polyfed.deploy import launch, write_app
+from polyfed.core.errors import BadReply, EgressError, RecipeError, TooFewReplies, TransportError
+from polyfed.deploy import submit, write_app
+from polyfed.deploy.app_folder import app_config
 from polyfed.deploy.credentials import write_credentials
 from polyfed.deploy.device.configuration import NodeConfig, policy_on
-from polyfed.deploy.processes import ServerPorts
+from polyfed.deploy.processes import ServerPorts, free_ports
+from polyfed.deploy.server import hosting
+from polyfed.deploy.server.queued_run import run_here
 from polyfed.deploy.server.server import only_server, serve
-from polyfed.engines.flower import DirectGrid, GridTransport, client_app
 from polyfed.engines.protocol import Enrolment
 from polyfed.experiment.recipes.recipe import load_recipe
 from polyfed.experiment.running.loop import execute
@@ -39,6 +41,15 @@ def test_devices_equal_the_simulation_bit_for_bit(tmp_path: Path) -> None:
     for k, place in enumerate(devices.places):
         with np.load(place / "data.npz") as arrays:
             assert {"a", "b"} & set(arrays.files) == set([["a", "b"], ["a"], ["b"]][k]), "nothing else is on the device"
+
+
+def test_a_deployment_is_an_engine_of_its_own_which_polyfed_run_refuses(tmp_path: Path) -> None:
+    devices = Devices(tmp_path)
+    devices.serve(tmp_path / "run")
+    assert load_recipe(tmp_path / "run" / "recipe.toml").engine.name == "devices"
+    assert polyfed.load_run(tmp_path / "run").result["rounds"] == 2
+    with pytest.raises(RecipeError, match="'devices' is for runs that `polyfed submit` begins"):
+        polyfed.run(tmp_path / "run" / "recipe.toml")
 
 
 def test_a_server_started_again_goes_on_with_the_run(tmp_path: Path) -> None:
@@ -62,7 +73,7 @@ def test_a_device_that_changed_its_modalities_is_enrolled_anew_when_the_server_s
         return devices(packet, config)
 
     with pytest.raises(TooFewReplies, match=r"is for modalities .*, client 0 has .* now"):
-        serve(recipe, GridTransport(DirectGrid(client_app(changing), 3)), {"out": str(tmp_path / "run")}, execute)
+        serve(recipe, over(changing, 3), {"out": str(tmp_path / "run")}, execute)
     assert devices.serve(tmp_path / "run")["rounds"] == 2
     lines = [json.loads(line) for line in (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()]
     assert [0 in line["trained"]["b"] for line in lines] == ["b" in first, "b" in then]
@@ -75,7 +86,7 @@ def test_a_device_whose_policy_forbids_ends_the_run_in_its_own_words(tmp_path: P
         devices.serve(tmp_path / "run")
     told = json.loads((tmp_path / "run" / "error.json").read_text())
     assert told["exit_code"] == 3
-    assert "client 1 refused" in capsys.readouterr().out
+    assert "client 1 refused" in capsys.readouterr().err
 
 
 def test_a_device_that_keeps_statistics_does_not_even_enrol(tmp_path: Path) -> None:
@@ -125,21 +136,13 @@ def test_an_enrolment_is_not_believed() -> None:
             Enrolment.read(told.header() | lie)
 
 
-@pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # Flower's own
-def test_an_app_is_what_flower_builds_from(tmp_path: Path) -> None:
+def test_an_app_is_a_recipe_and_where_the_run_goes(tmp_path: Path) -> None:
     app = Devices(tmp_path).app
-    project = tomllib.loads((app / "pyproject.toml").read_text())
-    assert project["tool"]["flwr"]["app"]["components"] == {
-        "serverapp": "polyfed_app:server",
-        "clientapp": "polyfed.deploy.device.process:app",
-    }
-    from flwr.cli.build import build_fab_from_disk
-
-    (app / "run").mkdir()
-    (app / "run" / "egress.jsonl").write_text("{}")
-    fab = build_fab_from_disk(app)
-    assert b"polyfed_app.py" in fab
-    assert b"egress.jsonl" not in fab, "a run's files never travel with the app"
+    assert sorted(path.name for path in app.iterdir()) == ["app.toml", "recipe.toml"]
+    assert app_config(app) == {"name": "recipe", "out": str(app / "run"), "data": ""}
+    (app / "app.toml").write_text("name = 3")
+    with pytest.raises(RecipeError, match=r"holds no app .*; write one: polyfed app "):
+        app_config(app)
 
 
 def test_an_app_does_not_overwrite_another_folder(tmp_path: Path) -> None:
@@ -153,10 +156,10 @@ def test_an_app_does_not_overwrite_that_of_another_recipe(tmp_path: Path) -> Non
         (tmp_path / f"{name}.toml").write_text(RECIPE)
     app = write_app(tmp_path / "one.toml", tmp_path / "app")
     assert write_app(tmp_path / "one.toml", app) == app, "the same recipe may be written again"
-    before = (app / "pyproject.toml").read_bytes()
-    with pytest.raises(RecipeError, match="holds the app polyfed-one, and this recipe's is polyfed-other"):
+    before = (app / "app.toml").read_bytes()
+    with pytest.raises(RecipeError, match="holds the app 'one', and this recipe's is 'other'"):
         write_app(tmp_path / "other.toml", app)
-    assert (app / "pyproject.toml").read_bytes() == before
+    assert (app / "app.toml").read_bytes() == before
 
 
 def test_keys_are_for_their_owners_eyes(tmp_path: Path) -> None:
@@ -193,24 +196,62 @@ def test_the_command_writes_a_certificate_without_keys(tmp_path: Path, capsys: A
             main((*words, *more))
         assert stop.value.code == 0
         assert (tmp_path / "app-credentials" / "server.pem").exists() == wanted
-    assert "polyfed superlink" in capsys.readouterr().out
+    assert "polyfed server" in capsys.readouterr().out
 
 
-def test_a_server_or_device_that_cannot_start_says_why(tmp_path: Path) -> None:
+def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+    """`test_device_file.py` has the devices."""
     keys = write_credentials(tmp_path / "keys", 0)
-    ports = ServerPorts("127.0.0.1", 1, 2)
     with pytest.raises(RecipeError, match=r"holds no ca\.pem"):
-        launch.superlink(tmp_path, ports)
-    with pytest.raises(RecipeError, match="holds no public key"):
-        launch.superlink(keys, ports)
-    (keys / "node-0.pub").touch()
+        hosting.server(tmp_path, ServerPorts())
+    (taken,) = free_ports(1)
+    with socket.create_server(("127.0.0.1", taken)), pytest.raises(RecipeError, match=f"port {taken} of this machine"):
+        hosting.server(keys, ServerPorts(port=taken))
     with pytest.raises(RecipeError, match="port 2 of this machine is taken"):
-        launch.superlink(keys, replace(ports, status_port=2))
-    with pytest.raises(RecipeError, match="is no key=value"):
-        launch.supernode("localhost:1", keys / "ca.pem", keys / "node.key", "nonsense", 1)
-    config = 'data="mine.npz" client=0 modalities="a"'
-    with pytest.raises(RecipeError, match=r"node\.key is not there"):
-        launch.supernode("localhost:1", keys / "ca.pem", keys / "node.key", config, 1)
+        hosting.server(keys, ServerPorts("127.0.0.1", 1, 2, 2))
+
+
+def test_a_folder_without_an_app_or_a_server_is_named_and_a_finished_run_is_not_begun_again(
+    tmp_path: Path, capsys: Any
+) -> None:
+    devices = Devices(tmp_path)
+    with pytest.raises(TransportError, match=r"no server uses .*; start it: polyfed server"):
+        submit(devices.app, tmp_path / "none", {})
+    with pytest.raises(RecipeError, match="holds no app"):
+        run_here(tmp_path / "none", tmp_path / "credentials", {})
+    devices.serve(devices.app / "run")
+    assert run_here(devices.app, tmp_path / "credentials", {}) == devices.app / "run"
+    assert "nothing to do" in capsys.readouterr().err
+
+
+def test_a_run_whose_server_stays_away_ends_with_exit_code_6(tmp_path: Path, monkeypatch: Any) -> None:
+    devices = Devices(tmp_path)
+    transport = devices.transport()
+    monkeypatch.setattr("polyfed.engines.queued.GONE_SECONDS", 0.0)
+    monkeypatch.setattr(transport.hub.queue, "online", lambda: None)
+    with pytest.raises(TransportError, match="the server is gone"):
+        devices.serve(tmp_path / "run", transport)
+    told = json.loads((tmp_path / "run" / "error.json").read_text())
+    assert (told["error"], told["exit_code"]) == ("TransportError", 6)
+
+
+@pytest.mark.parametrize(
+    ("word", "instead"),
+    [
+        ("superlink", "polyfed server DIR"),
+        ("supernode", "polyfed device FILE.toml"),
+        ("flower-superlink", "polyfed server DIR"),
+        ("flower-supernode", "polyfed device FILE.toml"),
+        ("flower-run", "polyfed server DIR"),
+    ],
+)
+def test_the_words_of_deployments_on_flower_name_their_successors(word: str, instead: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main((word, "somewhere", "--port", "1"))
+    assert stop.value.code == RecipeError.exit_code
+    said = capsys.readouterr().err
+    assert f"there is no `polyfed {word}` any more" in said
+    assert f"`{instead}`" in said
 
 
 def test_an_app_whose_replies_are_too_large_is_not_written(tmp_path: Path) -> None:
@@ -227,13 +268,3 @@ def test_an_app_whose_replies_are_too_large_is_not_written(tmp_path: Path) -> No
 def test_one_server_writes_a_run_at_a_time(tmp_path: Path) -> None:
     with only_server(tmp_path), pytest.raises(RecipeError, match="another server"), only_server(tmp_path, seconds=0.0):
         pass
-
-
-def test_nothing_phones_home_unless_asked() -> None:
-    import os
-
-    from flwr.supercore import telemetry
-
-    assert os.environ["FLWR_TELEMETRY_ENABLED"] == telemetry.FLWR_TELEMETRY_ENABLED == "0"
-    assert os.environ["FLWR_DISABLE_UPDATE_CHECK"] == "1"
-    assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"

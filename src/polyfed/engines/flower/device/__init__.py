@@ -1,1 +1,0 @@
-"""Flower on a device: its SuperNode, and the process that runs its tasks."""

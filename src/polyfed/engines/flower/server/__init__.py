@@ -1,1 +1,0 @@
-"""Flower on the server: its SuperLink, and the transport of requests."""
