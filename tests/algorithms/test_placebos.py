@@ -35,6 +35,7 @@ CASES = [
     ("vfl", "shuffled"),
     ("fedogm", "constant"),
     ("mfedmc", "random-blocks"),
+    ("pepsy", "shuffled"),
     ("pmcmfl", "random-class"),
     ("pmcmfl", "mean"),
     ("feddyn", "random"),
