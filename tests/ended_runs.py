@@ -21,11 +21,11 @@ from world import AWKWARD
 PRIVATE = {"fedrep", "lg-fedavg", "fedbn"}
 OWN_MODELS = {
     "local", "fedamp", "fedfomo", "pfmml", "fedgkt", "creamfl", "vfl", "fedmsplit", "fedproto original",
-    "fedavg-ft", "ditto", "apfl", "pfedme", "mfedmc", "fedcouncil", *PRIVATE,
+    "fedavg-ft", "ditto", "apfl", "pfedme", "mfedmc", "fedcouncil", "pepsy", *PRIVATE,
 }  # fmt: skip
 """Methods that train one model for each client."""
 
-NO_GLOBAL = OWN_MODELS - {"creamfl", "fedmsplit", "fedavg-ft", "ditto", "apfl", "pfedme", "fedcouncil"}
+NO_GLOBAL = OWN_MODELS - {"creamfl", "fedmsplit", "fedavg-ft", "ditto", "apfl", "pfedme", "fedcouncil", "pepsy"}
 """The methods among them that train no other model."""
 
 HEADED = ("partialfl all", "split-learning u-shaped", "splitfed u-shaped")

@@ -35,6 +35,7 @@ CASES = [
     ("vfl", "shuffled"),
     ("fedogm", "constant"),
     ("mfedmc", "random-blocks"),
+    ("pepsy", "shuffled"),
     ("pmcmfl", "random-class"),
     ("pmcmfl", "mean"),
     ("feddyn", "random"),
@@ -44,6 +45,9 @@ CASES = [
     ("pfedme", "initial"),
     ("fedcouncil", "random"),
     ("fedbn", "random"),
+    ("fedrep", "initial"),
+    ("lg-fedavg", "initial"),
+    ("fedavg-ft", "initial"),
 ]
 
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import published
@@ -12,6 +13,7 @@ import torch
 
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.data import SOURCES
+from polyfed.data.columns import TEST
 from polyfed.data.features.prepare import prepare
 from polyfed.data.features.prepared import Prepared
 from refusals import refuses
@@ -217,3 +219,23 @@ def test_numbers_survive_bit_for_bit(tmp_path):
     datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "hf"))
     made = prepare("hf", tmp_path / "hf", tmp_path / "out", modalities={"x": "values"})
     np.testing.assert_array_equal(np.load(made.folder / "x.npy"), values)
+
+
+def test_a_data_set_without_a_split_gets_a_test_set_of_every_class(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="the extra polyfed[text] is not installed")
+    rows = {"x": [[float(n)] for n in range(40)], "label": [n % 4 for n in range(40)]}
+    datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "one"))
+    given = datasets.Dataset.from_dict(rows).train_test_split(0.5, seed=1)
+    given.save_to_disk(str(tmp_path / "two"))
+
+    def loaded(name: str, **options: Any) -> Any:
+        options = {"modalities": {"x": "values"}, "cache": str(tmp_path / "cache")} | options
+        return SOURCES["hf"](path=str(tmp_path / name), **options).load()  # type: ignore[call-arg]
+
+    drawn = loaded("one", test_share=0.3)
+    assert torch.bincount(drawn.label[drawn.rows(TEST)]).tolist() == [3, 3, 3, 3]
+    assert any("a share of 0.3 of the rows is drawn as the test set" in note for note in drawn.notes)
+    assert not torch.equal(drawn.split, loaded("one", test_share=0.3, seed=1).split)
+    assert len(loaded("one", test_share=0.0).rows(TEST)) == 0
+    assert len(loaded("two").rows(TEST)) == 20
+    assert not loaded("two").notes

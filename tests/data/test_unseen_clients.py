@@ -192,8 +192,12 @@ def test_settings_can_be_chosen_on_people_who_were_never_seen() -> None:
     train, test, held = (set(columns.client[rows].tolist()) for rows in parts)
     assert (len(train), len(test), len(held)) == (4, 2, 2)
     assert train | test | held == set(range(PEOPLE))
-    note = found.columns.notes[-1]
+    note, few = found.columns.notes[-2:]
     assert "take no part in training (test_clients)" in note
+    assert "the score is about 2 clients" in few
+    assert "[clients] folds = 8 tests each client once" in few
+    many = populate(columns, ClientsSpec(partition="by-client", test_clients=0.7), 7).columns.notes
+    assert not any("the score is about" in one for one in many)
     assert not any(one.startswith("no split is given") for one in found.columns.notes)
     with refuses(RecipeError, "clients.validation_clients: clients none"):
         populate(columns, ClientsSpec(partition="by-client", validation_clients=0.99), 7)

@@ -5,7 +5,7 @@ import pytest
 from scipy import stats
 from sklearn.metrics import roc_auc_score
 
-from polyfed.evaluation.two_models import delong, mcnemar, paired_bootstrap
+from polyfed.evaluation.two_models import delong, mcnemar, paired_bootstrap, paired_shares
 
 
 def scores(n: int, ties: bool, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -91,3 +91,17 @@ def test_rows_of_one_client_count_once() -> None:
     assert by_client is not None
     assert by_row is not None
     assert by_client.high - by_client.low > 1.7 * (by_row.high - by_row.low)
+
+
+def test_the_interval_of_two_shares_holds_the_difference_as_often_as_it_says() -> None:
+    draw, chances = np.random.default_rng(4), np.array([0.5, 0.25, 0.1, 0.15])
+    held = 0
+    for cells in draw.multinomial(60, chances, 1000).tolist():
+        one = paired_shares(*cells)
+        held += one.low <= 0.15 <= one.high
+    assert 0.93 <= held / 1000 <= 0.98
+    one, other = paired_shares(30, 9, 3, 8), paired_shares(30, 3, 9, 8)
+    assert (one.first, one.second) == (other.second, other.first) == (39 / 50, 33 / 50)
+    assert (one.low, one.high, one.p) == pytest.approx((-other.high, -other.low, other.p))
+    assert one.p == stats.binomtest(9, 12).pvalue
+    assert paired_shares(4, 0, 0, 1).low < 0 < paired_shares(4, 0, 0, 1).high

@@ -44,7 +44,7 @@ def world(name: str, engine: str = "sequential", **changes: Any) -> Recipe:
     if row.stack:
         encoders = {modality: made.model.encoders[modality] for modality in row.stack}
         made = replace(made, stack=row.stack, model=replace(made.model, encoders=encoders))
-    egress = WITH_EMBEDDINGS if name == "partialfl" else {m: ALLOWED[m] for m in (row.stack or ALLOWED)}
+    egress = WITH_EMBEDDINGS if name == "partialfl" else {m: ALLOWED[m] for m in (row.stack or ALLOWED)} | row.egress
     return replace(made, **({"egress": egress} | changes))
 
 

@@ -1,6 +1,8 @@
 """`polyfed evaluate`: a saved model on clients, on a file, and on devices, which send nothing but metrics."""
 
+import copy
 import csv
+import dataclasses
 import io
 import json
 import warnings
@@ -22,10 +24,14 @@ from polyfed.cli import main
 from polyfed.core.errors import DataError, EgressError, PolyfedError, RecipeError, TooFewReplies
 from polyfed.deploy.app_folder import write_job, write_nodes
 from polyfed.deploy.handlers import Deployed
-from polyfed.evaluation.site_scores import STEPS
+from polyfed.evaluation.site_scores import STEPS, Compared, flaw_of_cells
+from polyfed.evaluation.two_models import mcnemar
 from polyfed.experiment.evaluate import Evaluation, job_of
+from polyfed.experiment.recipes.conflicts import refuse_conflicts
+from polyfed.experiment.recipes.recipe import parse_recipe
 from polyfed.experiment.running.assembly import population_of
 from polyfed.federation.wire_format import Packet
+from polyfed.report.pages.evaluation import notes, tables
 from refusals import refuses
 
 WHOLE = RECIPE.replace('holdings = [["a", "b"], ["a"], ["b"]]', "").replace('"scaffold"', '"fedavg"')
@@ -524,6 +530,64 @@ def test_two_models_are_named_and_compared_over_clients(homes: Path) -> None:
     assert found["models"] == [str(homes / "run")] * 2
     assert found["clients"] == 6
     assert set(found["delong"]) == {"bad", "good", "so-so"}
+
+
+def second_job(sites: Sites, folder: Path) -> tuple[Sites, Path]:
+    """The same devices with a job that compares two models, and the second model."""
+    other = folder / "other"
+    polyfed.run(polyfed.load_recipe(sites.recipe, ["rounds=1", "train.lr=0.2"]), other, engine="sequential")
+    two = copy.copy(sites)
+    two.app = write_job(job_of(sites.model, None, against=other), folder / "job")
+    two.handler, two.replies = Deployed(two.app / "recipe.toml"), []
+    return two, other
+
+
+def test_devices_compare_two_models_by_counts_alone(sites: Sites, tmp_path: Path, capsys: Any) -> None:
+    two, other = second_job(sites, tmp_path)
+    found = two.serve(tmp_path / "run")
+    told = found["evaluation"]["comparison"]
+    with np.load(sites.pooled(tmp_path)) as arrays:
+        tested = arrays["split"] == 1
+        x, y, site = {m: arrays[m][tested] for m in "ab"}, arrays["label"][tested], arrays["client"][tested]
+    right = [polyfed.load_run(path).predict(x).argmax(1).numpy() == y for path in (sites.model, other)]
+    assert told["mcnemar"] == dataclasses.asdict(mcnemar(right[0], right[1], site))
+    assert (told["rows"], told["clients"]) == (len(y), 3)
+    for k in range(3):
+        one, own = told["by_site"][str(k)], [answers[site == k] for answers in right]
+        assert (one["first"], one["second"]) == (pytest.approx(own[0].mean()), pytest.approx(own[1].mean()))
+        assert one["p"] == pytest.approx(mcnemar(own[0], own[1]).p)
+        assert one["low"] <= one["first"] - one["second"] <= one["high"]
+    assert {name: one["metrics"] for name, one in found["evaluation"]["sites"].items()} == {
+        name: one["metrics"]
+        for name, one in sites.served["evaluation"]["sites"].items()  # type: ignore[attr-defined]
+    }
+    entries = [json.loads(line) for line in (tmp_path / "run" / "egress.jsonl").read_text().splitlines()]
+    up = {(row["kind"], row["message"]) for row in entries if row["destination"] == "server"}
+    assert up == {("statistic", "SiteScores"), ("statistic", "Compared")}
+    text = "".join(f"{line}" for _, _, lines in tables(found["evaluation"]) for line in lines)
+    assert "accuracy at 2" in text
+    assert any("which no device sends" in note for note in notes(found["evaluation"]))
+    with pytest.raises(SystemExit) as ended:
+        main(["evaluate", str(sites.model), str(other), "--app", str(tmp_path / "third")])
+    assert ended.value.code == 0, capsys.readouterr().err
+    assert polyfed.load_recipe(tmp_path / "third" / "recipe.toml").algorithm.against == str(other)
+
+
+@pytest.mark.parametrize("cells", [[3, 1, 1, 1], [2, 2, 2, -1], [5, 0, 0, 1]])
+def test_a_report_on_two_models_counts_the_rows_that_the_site_has(cells: list[int]) -> None:
+    assert flaw_of_cells(Compared(torch.tensor([2, 1, 1, 1])), 5.0) == ""
+    assert flaw_of_cells(Compared(torch.tensor(cells)), 5.0)
+
+
+def test_two_models_that_cannot_be_compared_on_devices_are_refused(sites: Sites, tmp_path: Path) -> None:
+    made = job_of(sites.model, None, against=sites.model)
+    table = {"data": {"name": "toy"}, "algorithm": {"name": "fedavg"}, "task": {"name": "regression"}}
+    with refuses(RecipeError, "algorithm.against: other than classification"):
+        refuse_conflicts(replace(made, task=parse_recipe(table).task))
+    other = tmp_path / "other"
+    polyfed.run(polyfed.load_recipe(sites.recipe, ["model.embedding=5", "rounds=1"]), other, engine="sequential")
+    with refuses(RecipeError, "model.init: does not fit"):
+        polyfed.check(job_of(sites.model, None, against=other))
 
 
 OWN_ARRAYS = """

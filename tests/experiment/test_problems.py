@@ -178,3 +178,19 @@ def test_one_cause_is_one_line_and_one_row_stands_for_all_modalities() -> None:
     assert fixes == [f'  [egress."*"] server = {kinds}']
     row = {"*": {"server": ["parameters", "gradients", "prototypes", "statistic"]}}
     assert polyfed.check(replace(recipe, egress=row)).exit_code == 0
+
+
+def test_a_wrong_option_is_no_fault_of_the_option_that_needs_it() -> None:
+    table = {"data": {"name": "toy"}, "algorithm": {"name": "fedavg"}}
+    with refuses(RecipeError, "train.momentum: must be") as refused:
+        polyfed.parse_recipe(table | {"train": {"momentum": 2.0, "nesterov": True}})
+    assert not refused.value.several, "momentum is above 0, so nesterov has what it needs"
+    with refuses(RecipeError, "train.nesterov: needs momentum"):
+        polyfed.parse_recipe(table | {"train": {"nesterov": True}})
+
+
+def test_all_limits_that_a_recipe_breaks_are_told() -> None:
+    table = {"data": {"name": "toy"}, "algorithm": {"name": "fedavg"}, "train": {"batch_size": 2, "steps": 1}}
+    with refuses(RecipeError, "limits: min_batch_size") as refused:
+        polyfed.parse_recipe(table | {"limits": {"min_batch_size": 8, "min_steps": 3}})
+    assert len(refused.value.several) == 2

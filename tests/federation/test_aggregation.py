@@ -164,7 +164,7 @@ OPTIONS = {
     "mfedmc": {"uploads": 2, "client_share": 1.0},
     "fedcouncil": {"anchor": False, "own": False, "adapted": 0, "unimodal": False},  # needs no validation rows
 }
-PROTOTYPES = {m: {"server": ["parameters", "gradients", "prototypes", "statistic"]} for m in "ab"}
+PROTOTYPES = {m: {"server": ["parameters", "gradients", "prototypes", "statistic"]} for m in ("a", "b", "shared")}
 
 
 @pytest.mark.parametrize("name", [name for name in WITH_SERVER if name not in ("hfl", "partialfl", "fedbn")])

@@ -18,7 +18,7 @@ from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.averaging import Averaging
 from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms.hfm.silo_exchange import Vertical
-from polyfed.core.errors import RecipeError
+from polyfed.core.errors import ModelError, RecipeError
 from polyfed.experiment.recipes.from_data import DataOptions
 from polyfed.experiment.recipes.overrides import apply
 from polyfed.experiment.recipes.recipe import Recipe, parse_recipe
@@ -363,6 +363,24 @@ def test_tests_name_errors_by_key_and_noun() -> None:
         and not path.name.startswith("test_deployed_")
     ]
     assert not found, "write refuses(RecipeError, 'train.lr: finite') or warned('no effect'), of tests/refusals.py"
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (RecipeError, "train.lr: above"),
+        (RecipeError, "train.mu: finite"),
+        (RecipeError, "finite"),
+        (RecipeError, "must be finite here"),
+        (ModelError, "train.lr: finite"),
+    ],
+)
+def test_refuses_fails_for_another_error(kind: type[Exception], said: str) -> None:
+    error = RecipeError("[train] lr = inf: must be finite", ("train", "lr"))
+    with refuses(RecipeError, "train.lr: finite"):
+        raise error
+    with pytest.raises((AssertionError, RecipeError)), refuses(kind, said):
+        raise error
 
 
 def test_the_reference_of_recipes_is_current() -> None:

@@ -7,6 +7,9 @@ from world import LAYERNORM
 SGD = Train(lr=0.1, batch_size=16, epochs=2)
 
 PROTOTYPES = {m: {"server": ["parameters", "gradients", "prototypes", "statistic"]} for m in ("a", "b")}
+PROFILES = {"shared": {"server": ["parameters", "prototypes", "statistic"]}}
+"""What PEPSY's controls need, which belong to no single modality."""
+
 STEPS = Train(lr=0.1)
 SILOS = {"partition": "silos", "silos": 3}
 INSIDE = {
@@ -55,6 +58,8 @@ ROWS: dict[str, Row] = {
     "fedogm": Row({"scale_params": "all_weights"}),
     "fedpmr": Row({"per": True}),
     "mfedmc": Row({"uploads": 1, "client_share": 0.6}),
+    "fedmac": Row(),
+    "pepsy": Row({"join": 0.999, "eta": 1.0}, egress=PROFILES),
     "pmcmfl": Row({"contrast": 0.1}, PROTOTYPES),
     "fedproto": Row({}, PROTOTYPES),
     "fedamp": Row({"uploads": 4, "alpha": 10.0, "sigma": 100.0}),

@@ -5,7 +5,7 @@ and `local.py` are the two ends between which federated learning lies. The other
 
 - `averaging`: one model together, and the template `Averaging` that most methods extend;
 - `personal`: a model for each client;
-- `modalities`: balance between the modalities of a model;
+- `modalities`: balance between the modalities of a model, and modalities that rows lack;
 - `knowledge`: prototypes, embeddings or predictions instead of parameters;
 - `split`: a model that is cut between client and server;
 - `cmsfed`, `hfm` (with VFL), `partialfl`, `pfmml`: one method each.
@@ -31,10 +31,12 @@ from polyfed.algorithms.knowledge.creamfl import CreamFL
 from polyfed.algorithms.knowledge.fedgkt import FedGKT, ServerOnTop
 from polyfed.algorithms.knowledge.fedproto import FedProto, NearestPrototype
 from polyfed.algorithms.local import Local
+from polyfed.algorithms.modalities.fedmac import FedMac
 from polyfed.algorithms.modalities.fedmsplit import FedMSplit
 from polyfed.algorithms.modalities.fedogm import FedOgm
 from polyfed.algorithms.modalities.fedpmr import FedPmr
 from polyfed.algorithms.modalities.mfedmc import MFedMC
+from polyfed.algorithms.modalities.pepsy import Pepsy
 from polyfed.algorithms.modalities.pmcmfl import PmcmFL
 from polyfed.algorithms.partialfl.partialfl import PartialFL
 from polyfed.algorithms.personal.apfl import Apfl
@@ -83,6 +85,8 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedogm": FedOgm,
     "fedpmr": FedPmr,
     "mfedmc": MFedMC,
+    "fedmac": FedMac,
+    "pepsy": Pepsy,
     "pmcmfl": PmcmFL,
     "fedproto": FedProto,
     "fedamp": FedAmp,

@@ -5,7 +5,7 @@ let statistics leave, and take the model: `accept = ["parameters"]` if its own p
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -18,11 +18,21 @@ from polyfed.core.problems import Conflict
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
 from polyfed.evaluation.scores import Measured
-from polyfed.evaluation.site_scores import SiteScores, flaw_of, site_scores, summary
+from polyfed.evaluation.site_scores import (
+    Compared,
+    SiteScores,
+    TwoModels,
+    compared,
+    flaw_of,
+    flaw_of_cells,
+    of_sites,
+    site_scores,
+    summary,
+)
 from polyfed.federation.client_registry import TEST, VALIDATION
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
-from polyfed.objective import Objective
+from polyfed.objective import Classification, Objective, Ordinal
 from polyfed.training import ClientData
 
 SERVER = "server"
@@ -35,10 +45,12 @@ DEVICE_GROUP = 10
 
 @dataclass(frozen=True)
 class EvaluationState:
-    """The server's state of an evaluation job: the model, and the report of each site."""
+    """The server's state of an evaluation job: the model, the report of each site, and those about a second model."""
 
     params: Tree
     sites: Mapping[str, SiteScores] = field(default_factory=dict)
+    against: Tree = field(default_factory=dict)
+    compared: Mapping[str, Compared] = field(default_factory=dict)
     train_loss: None = None
 
 
@@ -51,6 +63,7 @@ class Evaluate(Algorithm):
         groups: column -> values: scores of the rows with each value too. The column is an array of the data, such as
             `sex = ["F", "M"]`. A device shows a group only if its policy allows the column (`[allow] groups`) and the
             group has `[limits] min_group` rows.
+        against: a second model, as in `[model] init`: sites count on how many rows both, one or none is right.
     """
 
     mixing: ClassVar[str] = ""
@@ -62,10 +75,22 @@ class Evaluate(Algorithm):
             because="an evaluation job reports each site, and the server would read only sums",
             instead="Remove the section, or read the pooled scores of [evaluate] personal in a run",
         ),
+        Conflict(
+            key=("algorithm", "against"),
+            when=lambda recipe: (
+                bool(recipe.algorithm.against)
+                and recipe.task is not None
+                and not isinstance(recipe.task, Classification | Ordinal)
+            ),
+            beside="a [task] other than classification and ordinal",
+            because="clients count right answers, and other comparisons need the answers for single rows",
+            instead="Evaluate each model with a job of its own, or both on a file: polyfed evaluate A B --data FILE",
+        ),
     )
 
     rows: Literal["test", "validation"] = "test"
     groups: Mapping[str, list[str | int]] = field(default_factory=dict)
+    against: str = ""
 
     def __post_init__(self) -> None:
         """Check the options.
@@ -87,7 +112,7 @@ class Evaluate(Algorithm):
 
     @override
     def will_ask(self, task: str, *, tested: bool) -> bool:
-        return task == "measure"
+        return task == "measure" or (task == "compare" and bool(self.against))
 
     @override
     def round(self, state: EvaluationState, fed: Federation) -> EvaluationState:
@@ -112,8 +137,18 @@ class Evaluate(Algorithm):
             return flaw_of(objective, reply, self.groups, size)
 
         replies = fed.ask(self.measure, asked or here, Broadcast(state.params), held_out=self.rows, accept=flaw)
-        names = {client: SERVER if client < 0 else str(client) for client in replies}
-        return EvaluationState(state.params, {names[client]: reply for client, reply in sorted(replies.items())})
+        sites = {_name_of(client): reply for client, reply in sorted(replies.items())}
+        if not state.against:
+            return EvaluationState(state.params, sites)
+        both = TwoModels(state.params, state.against)
+        rows = replies.numbers("num_rows")
+
+        def wrong(client: int, reply: Compared) -> str:
+            return flaw_of_cells(reply, rows[client])
+
+        answers = fed.ask(self.compare, [*replies], both, held_out=self.rows, accept=wrong)
+        compared = {_name_of(client): reply for client, reply in sorted(answers.items())}
+        return replace(state, sites=sites, compared=compared)
 
     @override
     def evaluate(self, state: EvaluationState, fed: Federation) -> Measured:
@@ -125,7 +160,8 @@ class Evaluate(Algorithm):
     def told(self, state: Any, fed: Federation) -> dict[str, Any]:
         if not state.sites:
             return {}
-        return {"evaluation": summary(fed.context.objective, state.sites, self.groups)}
+        found = summary(fed.context.objective, state.sites, self.groups)
+        return {"evaluation": found | ({"comparison": of_sites(state.compared)} if state.compared else {})}
 
     @task(loop_because="the number of rows decides which classes and groups it shows")
     def measure(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[SiteScores, Tree]:
@@ -133,6 +169,17 @@ class Evaluate(Algorithm):
         rows = data if context.evaluation_client else data.test
         least = rows.min_group or (DEVICE_GROUP if context.on_device else 0)
         return site_scores(context, got.params, rows, self.groups, least), local
+
+    @task(loop_because="the number of rows decides which classes it shows")
+    def compare(self, context: ClientContext, data: ClientData, local: Tree, got: TwoModels) -> tuple[Compared, Tree]:
+        """Count on how many of the client's own rows the models are right."""
+        rows = data if context.evaluation_client else data.test
+        least = rows.min_group or (DEVICE_GROUP if context.on_device else 0)
+        return compared(context, got.params, got.against, rows, least), local
+
+
+def _name_of(client: int) -> str:
+    return SERVER if client < 0 else str(client)
 
 
 def _no_rows(context: ClientContext) -> torch.Tensor:

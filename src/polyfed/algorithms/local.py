@@ -97,8 +97,8 @@ class Local(Algorithm[State]):
             and not fed.context.policy.allows_models("server")
         ):
             warnings.warn(
-                "local: under [egress] models may not reach the server, so it cannot evaluate them and there will be "
-                "no metrics.global. Allow parameters to the server, or set [algorithm] global_test = 'never'",
+                "under [egress] models may not reach the server, so it cannot evaluate them and there will be no "
+                "metrics.global. Allow parameters to the server, or set [algorithm] global_test = 'never'",
                 PolyfedWarning,
                 stacklevel=2,
             )

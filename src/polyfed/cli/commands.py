@@ -94,7 +94,7 @@ def run(
     if events == STANDARD_OUTPUT or (quiet and not as_json):
         return
     where = f"files in {folder}, picture in {folder / REPORT}"
-    answer(finished.result, tables.result_table(finished.result), where, as_json=as_json)
+    answer(finished.result, tables.result_table(finished.result, folder), where, as_json=as_json)
 
 
 @app.command()

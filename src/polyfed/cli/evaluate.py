@@ -58,12 +58,10 @@ def evaluate(
         path = recipe if recipe is not None else model / "recipe.toml"
         given = load_recipe(path, overrides or [])
     if job is not None:
-        if other is not None or data is not None:
-            raise RecipeError(
-                "--app writes a job for devices, which score one model on their own rows: leave out the rest"
-            )
+        if data is not None:
+            raise RecipeError("--app writes a job for devices, which score models on their own rows: leave out --data")
         _refuse_unnamed(groups)
-        _write_app(job_of(model, given, rows, groups, best), job, as_json=as_json)  # type: ignore[arg-type]
+        _write_app(job_of(model, given, rows, groups, best, other), job, as_json=as_json)  # type: ignore[arg-type]
         return
     found: Evaluation = score(model, other, recipe=given, data=data, rows=rows, groups=groups, best=best)  # type: ignore[arg-type]
     if out is not None:
@@ -128,7 +126,7 @@ def predict(
         ),
     ] = None,
     client: Annotated[
-        int | None, typer.Option(metavar="N", help="Predict as this client does.", show_default=False)
+        str | None, typer.Option(metavar="NAME", help="Predict as this client does, by name or number.")
     ] = None,
     ids: Annotated[
         list[str] | None,

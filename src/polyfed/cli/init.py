@@ -65,7 +65,10 @@ def write_recipe(
     for override in overrides:
         apply(told, override)
     if strange := [name for name in told if name != "data"]:
-        raise RecipeError(f"--set {strange[0]}...: init takes options of [data] only. Change the others in {out}")
+        raise RecipeError(
+            f"--set {strange[0]}...: init takes options of [data] only. Change the others in {out}, or give them to "
+            "check and run"
+        )
     known = told.get("data", {}) | {key: value for key, value in columns.items() if value is not None}
     ruled = {**known.get("columns", {}), **_dated(file, rules or {}, known)}
     made = starter(file, known | ({"columns": ruled} if ruled else {}) | {"leave_out": leave_out}, task)

@@ -76,12 +76,13 @@ COMMON = ("batch", "cohort", "subsets")
 
 Sizes = tuple[str | int | None, ...]
 """The shape of a tensor: a number or a word for each size. `classes` is the number of classes, `features` the width of
-a modality's embedding, and `joint` that of the embedding of all modalities together. `own` stands for the sums that a
-client reports about its own test rows. `label` stands for the label of a row: a class number or T targets. `encoded`
-stands for the shape of the encoder's output, `sample` for the shape of a sample. `own`, `label`, `encoded` and `sample`
-may cover any number of axes. The words of `COMMON`, as the first size, stand for a number of rows (`batch`), of clients
-(`cohort`), or of evaluations of the same rows, each of which counts against the device's limit (`subsets`). None means
-any size; only replies may have it, because a device compares every size that it receives."""
+a modality's embedding, and `joint` that of the embedding of all modalities together. `controls` is the number of
+embedding controls of the fusion `controlled`. `own` stands for the sums that a client reports about its own test
+rows. `label` stands for the label of a row: a class number or T targets. `encoded` stands for the shape of the
+encoder's output, `sample` for the shape of a sample. `own`, `label`, `encoded` and `sample` may cover any number of
+axes. The words of `COMMON`, as the first size, stand for a number of rows (`batch`), of clients (`cohort`), or of
+evaluations of the same rows, each of which counts against the device's limit (`subsets`). None means any size; only
+replies may have it, because a device compares every size that it receives."""
 
 
 @dataclass(frozen=True)

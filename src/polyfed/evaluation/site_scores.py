@@ -6,8 +6,10 @@ The sums of all sites are those of one pooled file.
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +18,7 @@ from polyfed.core.messages import HISTOGRAM, Message, carries, message
 from polyfed.core.option_checks import NOT_NEGATIVE, between
 from polyfed.core.tree import Tree
 from polyfed.evaluation.scores import all_rows
+from polyfed.evaluation.two_models import mcnemar, paired_shares
 from polyfed.federation.context import ClientContext
 from polyfed.objective import Objective
 from polyfed.objective.report import (
@@ -55,6 +58,24 @@ class SiteScores(Message):
     shares: Tensor = carries("statistic", dtype="sums", within=between(0, 1), shape=(None,), scored=True)
     num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE, scored=True)
     hidden: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE, scored=True)
+
+
+@message
+class TwoModels(Message):
+    """Two models to compare on the same rows."""
+
+    params: Tree = carries("parameters")
+    against: Tree = carries("parameters")
+
+
+@message
+class Compared(Message):
+    """On how many of a site's rows both models, only the first, only the second, and none are right: `cells`, (4,).
+
+    A class with few rows counts nowhere, as in `SiteScores`.
+    """
+
+    cells: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE, shape=(4,), scored=True)
 
 
 def site_scores(context: ClientContext, w: Tree, rows: ClientData, values: Values, least: int) -> SiteScores:
@@ -104,6 +125,35 @@ def site_scores(context: ClientContext, w: Tree, rows: ClientData, values: Value
     return SiteScores(total, groups, levels, shares, torch.tensor(int(kept.sum())), torch.tensor(int(hidden)))
 
 
+def compared(context: ClientContext, first: Tree, second: Tree, rows: ClientData, least: int) -> Compared:
+    """Compute a site's report on two models.
+
+    Args:
+        first: the first model.
+        second: the second model.
+        rows: the rows on which both predict.
+        least: the smallest number of rows of a class that may be shown.
+    """
+    objective, model = context.objective, context.model
+    right, cells = [], torch.zeros(4, dtype=torch.int64)
+    for w in (first, second):
+        found = all_rows(rows, lambda batch, w=w: objective.outputs(model, w, batch))  # type: ignore[misc]
+        if found is None:
+            return Compared(cells)
+        count = int(rows.num_rows)
+        y = found[1].y[:count].cpu()
+        right.append(objective.decided(found[0][:count].cpu()) == y)
+    kept, _ = objective.visible(y, least)
+    places = 2 * (~right[0]).long() + (~right[1]).long()
+    return Compared(torch.bincount(places[kept], minlength=4))
+
+
+def flaw_of_cells(reply: Compared, rows: float) -> str:
+    """Return why a site's report on two models is impossible for its number of rows, or ""."""
+    counts = reply.cells
+    return "" if bool((counts >= 0).all()) and float(counts.sum()) == rows else "counts other rows than it has"
+
+
 def flaw_of(objective: Objective, reply: SiteScores, values: Values, size: int) -> str:
     """Return why a site's report is impossible, or "".
 
@@ -124,6 +174,29 @@ def flaw_of(objective: Objective, reply: SiteScores, values: Values, size: int) 
     if len(reply.shares) != (0 if bins is None else len(UNKNOWN)):
         return "has shares of another length than the job asks for"
     return objective.site_flaw(reply.sums.cpu(), rows)
+
+
+def of_sites(sites: Mapping[str, Compared]) -> dict[str, Any]:
+    """Return the entry `comparison` of an evaluation job: McNemar's test, and the difference at each site.
+
+    Args:
+        sites: the name of a site -> its report.
+    """
+    cells = {name: [int(number) for number in one.cells.tolist()] for name, one in sites.items() if one.cells.sum()}
+    both, first, second, none = (sum(own[place] for own in cells.values()) for place in range(4))
+    rows = both + first + second + none
+    right = [np.repeat(np.array(answers), [both, first, second, none]) for answers in _RIGHT]
+    found: dict[str, Any] = {"rows": rows, "bootstrap": {}}
+    found |= {"clients": len(cells)} if len(cells) > 1 else {}
+    whose = [np.repeat(np.arange(len(cells)), [own[place] for own in cells.values()]) for place in range(4)]
+    codes = np.concatenate(whose) if len(cells) > 1 else None
+    found["mcnemar"] = asdict(mcnemar(right[0], right[1], codes))
+    found["by_site"] = {name: asdict(paired_shares(*own)) | {"rows": sum(own)} for name, own in cells.items()}
+    return found
+
+
+_RIGHT = [[True, True, False, False], [True, False, True, False]]
+"""Which of the four groups of rows in `Compared` the first and the second model predict correctly."""
 
 
 def summary(

@@ -106,6 +106,20 @@ def mcnemar(first: Bools, second: Bools, clients: Ints | None = None) -> Disagre
     return Disagreement(one, other, p)
 
 
+def paired_shares(both: int, first_only: int, second_only: int, none: int) -> Difference:
+    """Return the difference of two models' shares of right answers, given on how many rows which of them is right.
+
+    The interval is Wald's after half a row more in each of the four groups (Agresti and Min, Biostatistics 6, 2005).
+    """
+    n, gap = both + first_only + second_only + none, first_only - second_only
+    total, middle = n + 2, gap / (n + 2)
+    deviation = math.sqrt(max((first_only + second_only + 1) / total - middle * middle, 0.0) / total)
+    half = 1.959963984540054 * deviation
+    ends = (max(middle - half, -1.0), min(middle + half, 1.0))
+    p = mcnemar(np.arange(n) < first_only, (np.arange(n) >= first_only) & (np.arange(n) < first_only + second_only)).p
+    return Difference((both + first_only) / n, (both + second_only) / n, *ends, p)
+
+
 def paired_bootstrap(
     n: int,
     metric: Callable[[Ints], tuple[float, float] | None],

@@ -26,9 +26,10 @@ from polyfed.core.system.files import RECIPE, RESULT
 from polyfed.core.system.json_and_toml import parse_json
 from polyfed.data import Columns, Population, Shards, populate, stacked
 from polyfed.data.column_fitting import Features, encoded, fits, read_tables
-from polyfed.data.columns import TEST, Column
+from polyfed.data.columns import TEST, TRAIN, VALIDATION, Column
 from polyfed.data.population.population import with_fitted_columns
 from polyfed.data.reading.array_files import Arrays
+from polyfed.data.reading.draft import EMPTY
 from polyfed.data.row_groups import group_codes, values_of
 from polyfed.data.sources.own.npz import Npz
 from polyfed.data.sources.own.table_files import Table, read, word_columns
@@ -209,8 +210,11 @@ def job_of(
     rows: Rows = "test",
     groups: Mapping[str, Sequence[str | int]] | None = None,
     best: bool = False,
+    against: str | Path | None = None,
 ) -> Recipe:
     """Return the recipe of an evaluation job; see `evaluate`.
+
+    With `against`, the clients also count on how many rows which of two models is right, and send no answer of a row.
 
     Raises:
         RecipeError: there is no recipe, or the recipe is wrong.
@@ -227,8 +231,9 @@ def job_of(
         recipe = named
     base = recipe_of(recipe)
     columns = {name: list(values) for name, values in (groups or {}).items()}
-    method = Evaluate(rows=rows, groups=columns, evaluation=EvaluationSpec(every=1))
-    init = path / "checkpoint" / BEST if best else path
+    second = "" if against is None else str(_chosen(Path(against).expanduser(), best=best))
+    method = Evaluate(rows=rows, groups=columns, evaluation=EvaluationSpec(every=1), against=second)
+    init = _chosen(path, best=best)
     absent: Any = "prototypes" if any(map(is_prototype, values_in(init))) else base.model.absent
     return replace(
         base,
@@ -242,6 +247,11 @@ def job_of(
         tracking=None,
         name=f"evaluate-{base.name}",
     )
+
+
+def _chosen(path: Path, *, best: bool) -> Path:
+    """Return the path of the last or of the best model of a run."""
+    return path / "checkpoint" / BEST if best else path
 
 
 @dataclass(frozen=True)
@@ -297,8 +307,8 @@ def population_for(job: Recipe, data: str | Path | None, trained: TrainedFacts) 
             raise RecipeError(
                 f"--data {data}: the recipe's data '{type(source).__name__}' has no path. Use npz or table"
             )
-        own = {"test_share": 0.0} if hasattr(source, "test_share") else {}
-        source = replace(source, path=str(data), **own)
+        own = {"test_share": 0.0, "empty_rows": "leave-out"}
+        source = replace(source, path=str(data), **{name: v for name, v in own.items() if hasattr(source, name)})
     wanted = source
     absent: tuple[str, ...] = ()
     if data is not None:
@@ -326,8 +336,10 @@ def population_for(job: Recipe, data: str | Path | None, trained: TrainedFacts) 
         return population
     if scaling is None:
         warn(UNSCALED, PolyfedWarning, stacklevel=3)
+    if told := [note for note in columns.notes if EMPTY in note]:
+        warn(f"{data}: {told[0]}", PolyfedWarning, stacklevel=3)
     marked = columns.rows(TEST)
-    return by_natural_client(columns, marked if len(marked) else torch.arange(len(columns)), "test")
+    return by_natural_client(columns, marked if len(marked) else columns.rows(TRAIN, VALIDATION), "test")
 
 
 def by_natural_client(columns: Columns, rows: Tensor, held_out: Rows) -> Population:

@@ -343,6 +343,7 @@ class MessageValidator:
             "joint": lambda: (
                 model.feature_size(model.modalities[0]) if len(model.modalities) == 1 else model.joint_size,
             ),
+            "controls": lambda: (model.num_controls,),
             "encoded": lambda: model.encoded_shape(modality),
             "sample": lambda: model.shapes[modality],
         }

@@ -12,7 +12,7 @@ from polyfed.core.tree import SHARED, Tree, block_of, select, under
 from polyfed.model.checks import check_entries, refuse_state
 from polyfed.model.encoders.catalogue import Custom
 from polyfed.model.encoders.spec import EncoderSpec, Shape
-from polyfed.model.fusion import FUSIONS, Attention, Concat, Fusion, Gated, Sum
+from polyfed.model.fusion import FUSIONS, Attention, Concat, Controlled, CrossModal, Fusion, Gated, Sum
 from polyfed.model.model import Block, Model
 from polyfed.model.modules.layer_replacement import adopt
 from polyfed.model.modules.layers import Rows
@@ -67,7 +67,7 @@ def build_model(
     }
     if spec.absent == "prototypes":
         factories = {name: _completing(make, num_classes, spec.embedding) for name, make in factories.items()}
-    shared = _frozen_factory(_shared_factory(spec, num_classes, read[0], rows), SHARED, kept)
+    shared = _frozen_factory(_shared_factory(spec, num_classes, tuple(read), rows), SHARED, kept)
     model = Model(factories, shared, rows, shapes, num_classes, key)
     _check_outputs(model, spec)
     for name in read if spec.absent == "prototypes" else ():
@@ -149,13 +149,15 @@ def _frozen_factory(make: Callable[[], _M], block: str, kept: Mapping[str, Tree]
     return made
 
 
-def _shared_factory(spec: ModelSpec, num_classes: int, first: str, rows: Rows) -> Callable[[], Fusion]:
+def _shared_factory(spec: ModelSpec, num_classes: int, read: tuple[str, ...], rows: Rows) -> Callable[[], Fusion]:
     common = (spec.embedding, spec.head, num_classes, spec.dropout)
     makers: dict[str, Callable[[], Fusion]] = {
         "concat": lambda: Concat(*common),
         "sum": lambda: Sum(*common),
-        "gated": lambda: Gated(*common, gate=first),
+        "gated": lambda: Gated(*common, gate=read[0]),
         "attention": lambda: Attention(*common, hidden=spec.attention_hidden, heads=spec.attention_heads),
+        "cross-modal": lambda: CrossModal(*common, modalities=read),
+        "controlled": lambda: Controlled(*common, modalities=read, controls=spec.controls, chosen=spec.controls_chosen),
     }
 
     def own() -> Fusion:

@@ -3,11 +3,13 @@
 In some fusions, each modality has its own part of the first layer. `Fusion.part` makes this part, and the parameters
 of the part belong to the block of the modality. All other parameters of a fusion form the block `shared` of the model.
 A fusion leaves out modalities that are not in `z`. If a row lacks a modality (`present`), the fusion treats the row's
-embedding as zero.
+embedding as zero, unless the fusion completes missing modalities (`cross-modal`, `controlled`).
 
-Shape letters: `B` rows, `E` width of the embedding, `T` time steps, `C` classes, `J` width of the joint representation.
+Shape letters: `B` rows, `E` width of the embedding, `T` time steps, `C` classes, `J` width of the joint representation,
+`M` modalities of the model, `P` controls.
 """
 
+import math
 from collections.abc import Mapping
 from itertools import pairwise
 
@@ -38,11 +40,13 @@ class Fusion(nn.Module):
         joint_size: J, the width of the joint representation that the head receives. 0 if the joint representation
             equals the logits.
         head: layers from the joint representation to the logits. Empty if the joint representation equals the logits.
+        num_controls: P, the number of embedding controls.
     """
 
     head: nn.Sequential
     linear = False
     sequential = False
+    num_controls: int = 0
 
     def __init__(self, embedding: int, head: tuple[int, ...], classes: int, dropout: float) -> None:
         super().__init__()
@@ -71,6 +75,10 @@ class Fusion(nn.Module):
             present: modality -> whether each row has it. If every row has a modality, this modality is not listed.
         """
         raise NotImplementedError
+
+    def views(self, parts: Parts, z: Features, present: Features) -> dict[str, Tensor]:
+        """Return what the fusion computes from the embeddings, by name: at least `joint`, the result of `joint`."""
+        return {"joint": self.joint(parts, z, present)}
 
     def forward(self, parts: Parts, z: Features, present: Features) -> Tensor:
         """Return logits (B, C): the head applied to the joint representation."""
@@ -235,7 +243,125 @@ class Attention(Fusion):
         return (weights.transpose(1, 2) @ steps).flatten(1)
 
 
-FUSIONS: dict[str, type[Fusion]] = {"concat": Concat, "sum": Sum, "gated": Gated, "attention": Attention}
+class CrossModal(Fusion):
+    """FedMAC: a learned embedding stands in for a missing modality, and each modality looks at the others.
+
+    Source: Nguyen et al., "FedMAC: Tackling Partial-Modality Missing in Federated Learning with Cross-Modal Aggregation
+    and Contrastive Regularization", NCA 2024; docs/algorithms/fedmac.md has the equations and what is inferred. All
+    parameters are shared, so a client has the stand-in of a modality that it lacks.
+
+    Args:
+        modalities: the modalities of the model.
+    """
+
+    def __init__(
+        self, embedding: int, head: tuple[int, ...], classes: int, dropout: float, modalities: tuple[str, ...]
+    ) -> None:
+        super().__init__(embedding, head, classes, dropout)
+        self.modalities, self.joint_size = modalities, len(modalities) * embedding
+        self.missing = nn.Parameter(torch.zeros(len(modalities), embedding))
+        self.gate = nn.Linear(2 * embedding, embedding)
+        self.head = nn.Sequential(*mlp((self.joint_size, *self.sizes), dropout))
+
+    @staticmethod
+    @override
+    def part(embedding: int, width: int) -> None:
+        """Return None, because all modalities share all parameters of this fusion."""
+
+    @override
+    def joint(self, parts: Parts, z: Features, present: Features) -> Tensor:
+        """The gated embeddings of all modalities, one after the other, (B, M * E); see `Fusion.joint`."""
+        return self.views(parts, z, present)["joint"]
+
+    @override
+    def views(self, parts: Parts, z: Features, present: Features) -> dict[str, Tensor]:
+        """Return the joint representation and what it is made of; see `Fusion.views`.
+
+        Returns:
+            `joint` (B, M * E); `completed` (B, M, E), the embeddings with stand-ins; `others` (B, M, E), what the other
+            modalities of the row say about each; `there` (B, M), which modalities the row has.
+        """
+        seen, there = _stacked(self.modalities, z, present)
+        completed = torch.where(there.unsqueeze(-1), seen, self.missing)
+        others = _looked_up(completed, there)
+        joint = _gated(self.gate, completed, others).flatten(1)
+        return {"joint": joint, "completed": completed, "others": others, "there": there}
+
+
+class Controlled(Fusion):
+    """PEPSY: every modality of a row is reconfigured by the embedding controls that are most relevant to it.
+
+    Source: Nguyen et al., "Learning Reconfigurable Representations for Multimodal Federated Learning with Missing
+    Data", NeurIPS 2025; docs/algorithms/pepsy.md has the equations and what is inferred. All parameters are shared.
+
+    Args:
+        modalities: the modalities of the model.
+        controls: P, the number of controls.
+        chosen: how many of them reconfigure a modality of a row.
+    """
+
+    def __init__(
+        self,
+        embedding: int,
+        head: tuple[int, ...],
+        classes: int,
+        dropout: float,
+        modalities: tuple[str, ...],
+        controls: int,
+        chosen: int,
+    ) -> None:
+        super().__init__(embedding, head, classes, dropout)
+        self.modalities, self.joint_size = modalities, len(modalities) * embedding
+        self.num_controls, self.chosen = controls, chosen
+        self.identity = nn.Parameter(torch.randn(len(modalities), embedding) / math.sqrt(embedding))
+        self.controls = nn.Parameter(torch.randn(controls, embedding) / math.sqrt(embedding))
+        self.query, self.key = nn.Linear(2 * embedding, embedding), nn.Linear(embedding, embedding)
+        self.reconfigure = nn.Linear(3 * embedding, embedding)
+        self.gate = nn.Linear(2 * embedding, embedding)
+        self.head = nn.Sequential(*mlp((self.joint_size, *self.sizes), dropout))
+
+    @staticmethod
+    @override
+    def part(embedding: int, width: int) -> None:
+        """Return None, because all modalities share all parameters of this fusion."""
+
+    @override
+    def joint(self, parts: Parts, z: Features, present: Features) -> Tensor:
+        """The gated embeddings of all modalities, one after the other, (B, M * E); see `Fusion.joint`."""
+        return self.views(parts, z, present)["joint"]
+
+    @override
+    def views(self, parts: Parts, z: Features, present: Features) -> dict[str, Tensor]:
+        """Return the joint representation and what it is made of; see `Fusion.views`.
+
+        Returns:
+            `joint` (B, M * E); `reconfigured` (B, M, E); `relevance` (B, M), the mean relevance of the chosen controls;
+            `there` (B, M), which modalities the row has.
+        """
+        seen, there = _stacked(self.modalities, z, present)
+        own = there.unsqueeze(-1)
+        known = seen.sum(1, keepdim=True) / there.sum(1).clamp(min=1).view(-1, 1, 1)  # zeros where a row lacks one
+        content = torch.where(own, seen, known)
+        identity = self.identity.expand_as(content)
+        query = nn.functional.normalize(self.query(torch.cat([identity, content], -1)), dim=-1)
+        relevance = query @ nn.functional.normalize(self.key(self.controls), dim=-1).mT
+        # a comparison and not the places of the largest, so that equal controls count alike on every engine
+        least = relevance.detach().topk(self.chosen, -1).values[..., -1:]
+        share = (relevance.detach() >= least).to(relevance.dtype)
+        share = share / share.sum(-1, keepdim=True)
+        full = self.reconfigure(torch.cat([identity, content, share @ self.controls], -1))
+        joint = _gated(self.gate, full, _looked_up(full, torch.ones_like(there))).flatten(1)
+        return {"joint": joint, "reconfigured": full, "relevance": (share * relevance).sum(-1), "there": there}
+
+
+FUSIONS: dict[str, type[Fusion]] = {
+    "concat": Concat,
+    "sum": Sum,
+    "gated": Gated,
+    "attention": Attention,
+    "cross-modal": CrossModal,
+    "controlled": Controlled,
+}
 """The fusions that a recipe can name."""
 
 
@@ -256,6 +382,33 @@ def masked(z: Features, present: Features) -> dict[str, Tensor]:
 
 def _zeros_unless(there: Tensor, value: Tensor) -> Tensor:
     return torch.where(there.view(-1, *(1,) * (value.dim() - 1)), value, value.new_zeros(()))
+
+
+def _stacked(modalities: tuple[str, ...], z: Features, present: Features) -> tuple[Tensor, Tensor]:
+    """Return the embeddings of all modalities (B, M, E), zero where a row lacks one, and which the row has (B, M)."""
+    first = next(iter(z.values()))
+    nothing, every = torch.zeros_like(first), torch.ones(len(first), dtype=torch.bool, device=first.device)
+    seen = masked(z, present)
+    there = [present.get(name, every) if name in z else ~every for name in modalities]
+    return torch.stack([seen.get(name, nothing) for name in modalities], 1), torch.stack(there, 1)
+
+
+def _looked_up(h: Tensor, there: Tensor) -> Tensor:
+    """Return for each modality (B, M, E) the others of its row, weighted by a softmax of their scaled dot products.
+
+    Only modalities that are `there` (B, M) are looked at. A modality with no other one looks at itself.
+    """
+    own = torch.eye(h.shape[1], dtype=torch.bool, device=h.device)
+    seen = there.unsqueeze(1) & ~own
+    scores = h @ h.mT / math.sqrt(h.shape[-1])
+    weights = torch.softmax(torch.where(seen, scores, scores.new_full((), -1e5)), -1)
+    return torch.where(seen.any(-1, keepdim=True), weights @ h, h)
+
+
+def _gated(gate: nn.Module, own: Tensor, others: Tensor) -> Tensor:
+    """Return a mixture (B, M, E) of each modality and the others, coordinate by coordinate."""
+    opened = torch.sigmoid(gate(torch.cat([own, others], -1)))
+    return opened * own + (1 - opened) * others
 
 
 def _steps_there(z: Features, present: Features) -> Tensor:

@@ -6,10 +6,11 @@ Shape letters: `B` rows, `E` width of the embedding, `T` time steps, `C` classes
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from polyfed.core.batch import Batch
 from polyfed.core.errors import ModelError
@@ -30,6 +31,12 @@ _NORMS = (
 )
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
+
+V = TypeVar("V", Tensor, dict[str, Tensor])
+
+
+def _as_float32(value: Tensor) -> Tensor:
+    return value.float() if value.is_floating_point() else value
 
 
 def _in_float32(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -171,6 +178,11 @@ class Model:
         """Width J of the joint representation; 0 for `concat` without a head, which has no joint representation."""
         return self._fusion.joint_size
 
+    @property
+    def num_controls(self) -> int:
+        """Number P of embedding controls of the fusion `controlled`; 0 for other fusions."""
+        return self._fusion.num_controls
+
     # numbers
 
     def init(self, key: int) -> Tree:
@@ -253,10 +265,24 @@ class Model:
         with self._using(w, batch):
             return self._over(lambda z: self._fusion.joint(self._parts, z, batch.present), features, batch)
 
+    def views(self, w: Mapping[str, Tensor], features: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        """The `logits` (B, C), and what the fusion computes on the way to them, by name; see `Fusion.views`."""
+        self._check_owned(w, features, "fusion")
+        features, batch = self._completed(w, features, batch)
+
+        def call(z: dict[str, Tensor]) -> dict[str, Tensor]:
+            found = self._fusion.views(self._parts, z, batch.present)
+            logits: Tensor = self._fusion.head(found["joint"])
+            return found | {"logits": logits}
+
+        with self._using(w, batch):
+            return self._over(call, features, batch)
+
     def classify(self, w: Mapping[str, Tensor], joint: Tensor, batch: Batch) -> Tensor:
         """Logits (B, C) of a joint representation (B, J); `fuse` is `joint` followed by `classify`."""
         with self._using(w, batch):
-            return self._over(lambda _: self._fusion.head(joint), {self.modalities[0]: joint}, batch)
+            logits: Tensor = self._over(lambda _: self._fusion.head(joint), {self.modalities[0]: joint}, batch)
+            return logits
 
     def logits(self, w: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """Logits (B, C) of a batch: `features` followed by `fuse`."""
@@ -349,11 +375,10 @@ class Model:
         return {name: value.float() for name, value in z.items()} if self._lower else z
 
     def _fuse(self, features: Mapping[str, Tensor], batch: Batch) -> Tensor:
-        return self._over(lambda z: self._fusion(self._parts, z, batch.present), features, batch)
+        logits: Tensor = self._over(lambda z: self._fusion(self._parts, z, batch.present), features, batch)
+        return logits
 
-    def _over(
-        self, call: Callable[[dict[str, Tensor]], Tensor], features: Mapping[str, Tensor], batch: Batch
-    ) -> Tensor:
+    def _over(self, call: Callable[[dict[str, Tensor]], V], features: Mapping[str, Tensor], batch: Batch) -> V:
         """Call a part of the fusion on the embeddings, in the order of `modalities`. Its layers can read `batch`."""
         z = {name: features[name] for name in self.modalities if name in features}
         assert z, "nothing to fuse: the batch has none of the model's modalities"
@@ -361,7 +386,8 @@ class Model:
         try:
             with self._autocast():
                 value = call(z)
-            return value.float() if self._lower else value
+            lowered: V = tree_map(_as_float32, value) if self._lower else value
+            return lowered
         finally:
             self._rows.clear()
 

@@ -17,7 +17,10 @@ from polyfed.model.fusion import FUSIONS, Fusion
 MODEL_WIDTHS = ("embedding", "head", "attention_hidden")
 """Fields of the section that `widened` scales."""
 
-WITHOUT_MODULE = ("fusion", "embedding", "head", "dropout", "attention_hidden", "attention_heads", "absent")
+CONTROLS = ("controls", "controls_chosen")
+"""Fields of the section that only the fusion `controlled` reads."""
+
+WITHOUT_MODULE = ("fusion", "embedding", "head", "dropout", "attention_hidden", "attention_heads", "absent", *CONTROLS)
 """Fields of the section that have no effect if it names a whole module."""
 
 ENCODER_WIDTHS = ("hidden", "channels", "widths", "feedforward")
@@ -29,13 +32,15 @@ class ModelSpec:
     """The model to build: one encoder for each modality, and a fusion that turns their embeddings into logits.
 
     Attributes:
-        fusion: `concat`, `sum`, `gated` or `attention` (`polyfed.model.fusion`), or your own class that extends
-            `polyfed.model.Fusion`, as `package.module:Class`; in Python, also the class itself.
+        fusion: `concat`, `sum`, `gated`, `attention`, `cross-modal` or `controlled` (`polyfed.model.fusion`), or your
+            own class that extends `polyfed.model.Fusion`, as `package.module:Class`; in Python, also the class itself.
         embedding: width of every encoder's output.
         head: sizes of the hidden layers between fusion and logits, each followed by ReLU.
         dropout: dropout probability after each hidden layer of the head (0.1 in FedMultimodal).
         attention_hidden: width of the scoring network of the fusion `attention` (512 in FedMultimodal).
         attention_heads: number of heads of the fusion `attention` (6 in FedMultimodal).
+        controls: number of embedding controls of the fusion `controlled`.
+        controls_chosen: how many of them reconfigure a modality of a row.
         encoders: for each modality, a table with `kind` and its options, or an `EncoderSpec`.
         fusion_options: more arguments for the constructor of your own fusion.
         module: a whole `torch.nn.Module` that replaces encoders and fusion, as `package.module:Class`; in Python, also
@@ -56,6 +61,8 @@ class ModelSpec:
     dropout: float = 0.0
     attention_hidden: int = 512
     attention_heads: int = 6
+    controls: int = 8
+    controls_chosen: int = 2
     encoders: Mapping[str, Any] = field(default_factory=dict)
     fusion_options: Mapping[str, Any] = field(default_factory=dict)
     module: Any = None
@@ -72,11 +79,12 @@ class ModelSpec:
             "fusion": self._check_fusion,
             "module": self._check_module,
             "init": self._check_init,
+            "controls_chosen": self._check_controls,
             "dropout": lambda: probability("[model] dropout", self.dropout),
             "head": lambda: sizes("[model] head", self.head),
             "absent": lambda: one_of("[model] absent", self.absent, ("zero", "prototypes")),
         }
-        for name in ("embedding", "attention_hidden", "attention_heads"):
+        for name in ("embedding", "attention_hidden", "attention_heads", "controls"):
             checks[name] = partial(whole, f"[model] {name}", getattr(self, name))
         for name, check in checks.items():
             _noted(problems, ("model", name), check)
@@ -107,6 +115,19 @@ class ModelSpec:
         else:
             fusion = user_classes.read("[model] fusion", self.fusion, Fusion, f"one of {', '.join(FUSIONS)}, or ")
             object.__setattr__(self, "fusion", fusion)
+
+    def _check_controls(self) -> None:
+        """Check that no more controls are chosen than there are.
+
+        Raises:
+            ModelError: there are fewer.
+        """
+        whole("[model] controls_chosen", self.controls_chosen)
+        if isinstance(self.controls, int) and self.controls_chosen > self.controls:
+            raise ModelError(
+                f"[model] controls_chosen = {self.controls_chosen}: there are only {self.controls} controls. Choose at "
+                "most that many, or set controls."
+            )
 
     def _check_init(self) -> None:
         """Check that the options of a warm start have an effect.
@@ -177,6 +198,8 @@ class ModelSpec:
             found = dict.fromkeys(
                 ("attention_hidden", "attention_heads"), f"fusion = {self.classes().get('fusion', self.fusion)!r}"
             )
+        if self.fusion != "controlled":
+            found |= dict.fromkeys(CONTROLS, f"fusion = {self.classes().get('fusion', self.fusion)!r}")
         if self.fusion in FUSIONS and not self.head:
             found["dropout"] = "an empty head: dropout follows the hidden layers of the head"
         return found

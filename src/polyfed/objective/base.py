@@ -259,10 +259,11 @@ class Objective(ABC):
 
 
 def by_target(what: str, values: Tensor, names: Sequence[str] | None) -> dict[str, list[Any]]:
-    """Return values (n, T) as the column `what`, or for several targets as one column each."""
-    if values.shape[1] == 1:
-        return {what: values[:, 0].tolist()}
-    names = names if names is not None and len(names) == values.shape[1] else range(values.shape[1])  # type: ignore[assignment]
+    """Return values (n, T) as a column for each target: `what`, and the target's name, or its number among several."""
+    if names is None or len(names) != values.shape[1]:
+        if values.shape[1] == 1:
+            return {what: values[:, 0].tolist()}
+        names = range(values.shape[1])  # type: ignore[assignment]
     return {f"{what}.{name}": values[:, place].tolist() for place, name in enumerate(names or ())}
 
 

@@ -104,9 +104,9 @@ def with_targets(columns: Columns, targets: Tensor) -> Columns:
     """
     if bool(targets.isnan().all()):
         raise DataError(f"data '{columns.name}': every label is NaN, so there is nothing to learn")
-    names = columns.class_names
+    names = columns.class_names or columns.origin.get("labels")
     fits = names is not None and len(names) == targets.shape[1]
-    return replace(columns, label=targets, num_classes=targets.shape[1], class_names=names if fits else None)
+    return replace(columns, label=targets, num_classes=targets.shape[1], class_names=tuple(names) if fits else None)  # type: ignore[arg-type]
 
 
 def as_matrix(label: Tensor) -> Tensor:

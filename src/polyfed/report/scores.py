@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from polyfed.core.errors import command
+from polyfed.core.system.files import RECIPE
 from polyfed.evaluation.subsets import LACKS, NOTHING, SUBSET, WORST
 from polyfed.report.formatting import counted, number_of
 
@@ -143,6 +145,58 @@ def not_beaten(result: Mapping[str, Any]) -> str:
     return (
         f"the model is no better than one answer for all test rows: {head.title} {own}, and {known['answer']} {other}"
     )
+
+
+def goes_on(result: Mapping[str, Any], folder: object) -> str:
+    """Return the sentence about a run whose training loss still falls, with the next command, or "".
+
+    Args:
+        result: the content of result.json.
+        folder: the folder of the run, or None.
+    """
+    told = result.get("still_falls")
+    if told is None:
+        return ""
+    first, last = (number_of(told[name], "number") for name in ("first", "last"))
+    more = 2 * int(result["rounds"])
+    text = f"the training loss still falls, from {first} to {last} in the last {told['rounds']} rounds"
+    if folder is None or result.get("engine") == "flower":
+        return f"{text}: more rounds may help, such as rounds = {more}"
+    again = command("run", f"{folder}/{RECIPE}", "--set", f"rounds={more}", "--resume", "--out", folder)
+    return f"{text}. To go on to {more} rounds: {again}"
+
+
+def sets_title(result: Mapping[str, Any]) -> str:
+    """Return the heading of the entry `sets` of a result."""
+    kind = "intervals" if "targets" in result else "sets"
+    return f"prediction {kind}, {number_of(result['sets']['coverage'], 'share')}"
+
+
+def sets_words(result: Mapping[str, Any], folder: object) -> str:
+    """Return what a result tells of the sets that `predict_set` returns, and how to get them.
+
+    Args:
+        result: the content of result.json, with the entry `sets`.
+        folder: the folder of the run, or None.
+    """
+    told = result["sets"]
+    if "refused" in told:
+        return str(told["refused"])
+    size = f"{told['size']:.3g} wide" if "targets" in result else f"{told['size']:.2f} classes"
+    how = "run.predict_set(x)" if folder is None else command("predict", folder, "FILE", "--coverage", told["coverage"])
+    unseen = "unseen_clients" in result and told["holds"] < told["coverage"]
+    why = ", fewer than promised, because no validation row is of these clients" if unseen else ""
+    return (
+        f"{size} on average; they hold the truth of {number_of(told['holds'], 'share')} of "
+        f"{counted(told['rows'], 'test row')}{why}, by {counted(told['validation_rows'], 'validation row')} at least: "
+        f"{how}"
+    )
+
+
+def of_target(result: Mapping[str, Any]) -> str:
+    """Return the words that name the only target of a result, as in ` of 'age'`, or ""."""
+    targets = result.get("targets", ())
+    return f" of '{targets[0]}'" if len(targets) == 1 else ""
 
 
 def is_error(metric: str) -> bool:

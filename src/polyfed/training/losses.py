@@ -3,6 +3,8 @@
 Shape letters: `B` rows, `C` classes, `E` width of the embedding.
 """
 
+from collections.abc import Mapping
+from itertools import permutations
 from typing import Literal
 
 import torch
@@ -77,6 +79,24 @@ def contrastive(
     scores = [(u @ other.mT / temperature).masked_fill(left_out, float("-inf")) for other in others]
     row = torch.logsumexp(torch.cat([*scores, positive.unsqueeze(-1)], -1), -1) - positive
     return torch.where(ok, row, torch.zeros_like(row)).sum() / ok.sum().clamp(min=1)
+
+
+def between_modalities(z: Mapping[str, Tensor], there: Mapping[str, Tensor], temperature: float) -> Tensor:
+    """Contrastive loss between the modalities of a row: the mean of `contrastive` over all ordered pairs of modalities.
+
+    The positive of a row's embedding in one modality is its embedding in the other; the negatives are the other rows'
+    in that modality. Only rows that have both modalities count. The result is 0 if there is only one modality.
+
+    Args:
+        z: embeddings (B, E) by modality.
+        there: by modality, which rows are real and have it, bool (B,).
+        temperature: t.
+    """
+    pairs = [
+        contrastive(z[m], z[n], there[m] & there[n], temperature=temperature, negatives="inter")
+        for m, n in permutations(z, 2)
+    ]
+    return torch.stack(pairs).mean() if pairs else next(iter(z.values())).new_zeros(())
 
 
 def distillation(student_BC: Tensor, teacher_BC: Tensor, batch: Batch, temperature: float) -> Tensor:

@@ -101,7 +101,7 @@ def at_length(z: Mapping[str, Tensor], length: float) -> dict[str, Tensor]:
 
 def there(batch: Batch, modality: str) -> Tensor:
     """Return which rows of a batch are not padding and have the modality, bool (B,)."""
-    rows = torch.ones_like(batch.y, dtype=torch.bool) if batch.ok is None else batch.ok
+    rows = torch.ones_like(batch.rows, dtype=torch.bool) if batch.ok is None else batch.ok
     return rows & batch.present[modality] if modality in batch.present else rows
 
 

@@ -120,6 +120,11 @@ def kept_at_first(context: ClientContext, names: Collection[str]) -> Tree:
     return nested(PRIVATE, {name: value for name, value in context.initial.items() if name in names})
 
 
+def as_at_first(context: ClientContext, params: Tree) -> Tree:
+    """Return the same parameters with the values of the initial model, which knows no client's rows."""
+    return {name: context.initial[name] for name in params}
+
+
 def parted(local: Tree) -> tuple[Tree, Tree]:
     """Split a local state into the client's private parameters and the method's own entries."""
     prefixes = (f"{PRIVATE}.", f"{TUNED}.")

@@ -9,6 +9,8 @@ The hooks, in the order in which they are called (`Algorithm` in `base.py` has m
 |---|---|---|---|
 | `init` | server | once, before round 1 | `State` with the initial parameters |
 | `outgoing` | server | every round, after the cohort is chosen | `Broadcast(state.params)` to every client |
+| `kept_at_start` | client | before local training, with private blocks | those that the last round left |
+| `tuned_from` | client | before fine-tuning | the model that the client uses |
 | `direction` | client | before local training | None: the optimiser uses the unchanged gradient |
 | `loss` | client | in every step of local training | `context.loss`; for classes, the cross-entropy of the logits |
 | `reply` | client | after local training | `Update` with the trained parameters; the local state does not change |
@@ -218,6 +220,22 @@ class Averaging(Algorithm[A]):
         """What `loss` computes in a step, for simulated time; override it if `loss` calls the model more than once."""
         return ONCE
 
+    def kept_at_start(self, context: ClientContext, kept: Tree) -> Tree:
+        """Return the private parameters with which a client starts a round.
+
+        Args:
+            kept: those of its last round.
+        """
+        return kept
+
+    def tuned_from(self, context: ClientContext, params: Tree) -> Tree:
+        """Return the parameters from which a client starts fine-tuning.
+
+        Args:
+            params: the model that it uses now.
+        """
+        return params
+
     def direction(
         self, context: ClientContext, data: ClientData, got: Any, local: Tree
     ) -> tuple[Direction, Tree] | None:
@@ -288,7 +306,7 @@ class Averaging(Algorithm[A]):
     def update(self, context: ClientContext, data: ClientData, local: Tree, got: Message) -> tuple[Message, Tree]:
         """Train the received model and the client's private blocks on the client's rows."""
         kept, own = private_blocks.parted(local)
-        whole = private_blocks.completed(got, kept)
+        whole = private_blocks.completed(got, self.kept_at_start(context, kept))
 
         def loss(w: Tree, batch: Batch) -> Any:
             return self.loss(context, w, batch, whole, own)
@@ -324,7 +342,7 @@ class Averaging(Algorithm[A]):
         whole = private_blocks.completed(got, private_blocks.parted(local)[0])
         fit = data.minimise(
             lambda w, batch: Averaging.loss(self, context, w, batch, whole, {}),
-            whole.params,
+            self.tuned_from(context, whole.params),
             train=private_blocks.epochs_of(self.train, self.fine_tune),
             stream=private_blocks.TUNE_STREAM,
         )

@@ -40,8 +40,8 @@ class Vfl(Vertical):
             elif not (self.evaluation.personal and fed.clients.tested):
                 rest = "there will be no accuracy unless [clients] personal_test gives silos test rows of their own"
             warnings.warn(
-                "vfl: under [egress] encoders or heads may not reach the server, which therefore cannot evaluate the "
-                f"silos' models: no metrics.global; {rest}",
+                "under [egress] encoders or heads may not reach the server, which therefore cannot evaluate the silos' "
+                f"models: no metrics.global; {rest}",
                 PolyfedWarning,
                 stacklevel=2,
             )

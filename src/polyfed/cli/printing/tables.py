@@ -15,10 +15,14 @@ from polyfed.report.formatting import bytes_of, counted, number_of, seconds_of
 from polyfed.report.scores import (
     TITLES,
     Headline,
+    goes_on,
     lacks_in,
     lacks_title,
     not_beaten,
+    of_target,
     scored_rows,
+    sets_title,
+    sets_words,
     subset_title,
     subsets_in,
     title_of,
@@ -28,14 +32,19 @@ from polyfed.report.scores import (
 from polyfed.report.text_layout import plain_table, stacked, titled
 
 
-def result_table(result: dict[str, Any]) -> Group:
-    """The scores and the cost of a finished run."""
+def result_table(result: dict[str, Any], folder: object = None) -> Group:
+    """The scores and the cost of a finished run.
+
+    Args:
+        result: the content of result.json.
+        folder: the folder of the run, for the commands that follow.
+    """
     title = f"{result['algorithm']} on {result['dataset']}, {counted(result['rounds'], 'round')}, seed {result['seed']}"
     table = plain_table("", "")
     head = Headline.of(result.get("task"))
     for name, value in _scores(result, head):
         table.add_row(Text(name), value)
-    for name, value in _context(result, head):
+    for name, value in _context(result, head, folder):
         table.add_row(Text(name), Text(value))
     if best := result.get("best"):
         groups = best["metrics"]
@@ -57,12 +66,14 @@ def result_table(result: dict[str, Any]) -> Group:
         table.add_row(f"epsilon at delta {spent['delta']:g}", number(spent["epsilon"]) + partial)
     if "simulated_seconds" in result:
         table.add_row("simulated time", seconds_of(result["simulated_seconds"]))
-    warning = not_beaten(result)
-    return Group(titled(title, table), *[Text(f"warning: {warning}")] * bool(warning))
+    told = {"warning": not_beaten(result), "hint": goes_on(result, folder)}
+    return Group(titled(title, table), *(Text(f"{kind}: {text}") for kind, text in told.items() if text))
 
 
-def _context(result: dict[str, Any], head: Headline) -> Iterator[tuple[str, str]]:
-    """What a score is to be compared with, and whose rows it is about."""
+def _context(result: dict[str, Any], head: Headline, folder: object) -> Iterator[tuple[str, str]]:
+    """What a score is to be compared with, whose rows it is about, and what sets hold."""
+    if result.get("sets"):
+        yield sets_title(result), sets_words(result, folder)
     if known := result.get("baseline"):
         yield f"{head.title}, {known['answer']}", number_of(known["score"], head.unit)
     if (ranked := result.get("ranking")) and "auroc" not in result["metrics"].get("global", {}):
@@ -86,7 +97,7 @@ def _scores(result: dict[str, Any], head: Headline) -> Iterator[tuple[str, str]]
     reached, of_rows = metrics.get("global", {}), known.get("global", {})
     if head.score in reached:
         words = with_interval(reached[head.score], head.unit, of_rows.get(head.score))
-        yield f"{head.title}, {scored_rows(reached)}", words
+        yield f"{head.title}{of_target(result)}, {scored_rows(reached)}", words
     for name in lacks_in(reached, ""):
         yield f"- {lacks_title(name)}", with_interval(reached[LACKS + name], head.unit, of_rows.get(LACKS + name))
     yield from _subsets(reached, of_rows, head)

@@ -11,7 +11,7 @@ import torch
 
 from polyfed.core import keys
 from polyfed.core.errors import RecipeError, did_you_mean
-from polyfed.data.columns import TEST, TRAIN, VALIDATION, Columns
+from polyfed.data.columns import LEFT_OUT, TEST, TRAIN, VALIDATION, Columns
 from polyfed.data.population.clients import ClientsSpec
 from polyfed.data.population.splits import DRAWN
 
@@ -45,13 +45,14 @@ def held_out(columns: Columns, clients: ClientsSpec, key: int) -> Columns:
         chosen = _chosen(people, clients, key, columns.client_names)
         tested = np.isin(client, chosen)
         split[(split == TEST) & torch.from_numpy(~tested)] = TRAIN
-        split[torch.from_numpy(tested)] = TEST
+        split[torch.from_numpy(tested) & (split != LEFT_OUT)] = TEST
         people = people[~np.isin(people, chosen)]
         shown = ", ".join(_name_of(int(one), columns.client_names) for one in chosen[:MOST_NAMED])
         more = f" and {len(chosen) - MOST_NAMED} more" if len(chosen) > MOST_NAMED else ""
         notes = (
             *(note for note in notes if not note.startswith(DRAWN)),
             f"the test rows are those of the clients {shown}{more}, which take no part in training ({option})",
+            *([_of_few(len(chosen), option, len(np.unique(client)))] if len(chosen) < FEW else []),
         )
     if clients.validation_clients:
         count = max(1, round(clients.validation_clients * len(people)))
@@ -64,6 +65,20 @@ def held_out(columns: Columns, clients: ClientsSpec, key: int) -> Columns:
         held = people[keys.choice(keys.key(key, "validation clients"), len(people), count)]
         split[torch.from_numpy(np.isin(client, held)) & (split == TRAIN)] = VALIDATION
     return replace(columns, split=split.to(columns.split), notes=notes)
+
+
+FEW = 5
+"""With fewer test clients, a note says that the score is about these people (ours)."""
+
+
+def _of_few(count: int, option: str, total: int) -> str:
+    who = "one client" if count == 1 else f"{count} clients"
+    cure = (
+        "read the mean over all folds"
+        if option == "folds"
+        else f"a study over fold = 1 to {total} with [clients] folds = {total} tests each client once"
+    )
+    return f"the score is about {who}, so another draw may give another score; {cure}"
 
 
 MOST_NAMED = 6

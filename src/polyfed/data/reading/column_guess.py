@@ -1,6 +1,7 @@
 """Which columns of a table form which modality: by a mapping, by patterns, or by a guess from names and types."""
 
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -234,13 +235,14 @@ class Guess:
     def doubts(self) -> tuple[str, ...]:
         """A warning about columns that may be no inputs, if there are any."""
         told = ", ".join(f"'{column}' {why}" for column, why in self.suspects.items())
-        return (f"{MAY_BE_NONE}: {told}. Leave them out (polyfed init: --leave-out COLUMN)",) if told else ()
+        words = " ".join(shlex.join(["--leave-out", column]) for column in [*self.suspects][:MOST_NAMED])
+        return (f"{MAY_BE_NONE}: {told}. Leave them out (polyfed init: {words})",) if told else ()
 
     @property
     def rest(self) -> str:
         """A sentence about the columns that nothing but the lack of another place puts into a modality, or ""."""
         rest = self.groups.get(REST, [])
-        if not rest:
+        if not {*rest} - {*self.suspects}:  # `doubts` names them
             return ""
         listed = ", ".join(map(repr, rest[:MOST_NAMED])) + (
             f" and {len(rest) - MOST_NAMED} more" if len(rest) > MOST_NAMED else ""
@@ -276,7 +278,8 @@ def guessed(frame: "pd.DataFrame", special: Iterable[str], rules: Mapping[str, C
             found["date" if are_dates(frame[column]) else kind_of(frame[column])].append(column)
         elif not frame[column].isna().all():
             found["unnamed"].append(column)
-    left = {column: rule_for(frame[column]) for column in (*found["text"], *found["date"])}
+    alone = not found["number"] and not found["list"]  # then texts are what the model is to read
+    left = {column: rule_for(frame[column], alone=alone) for column in (*found["text"], *found["date"])}
     return Guess(
         grouped(found["number"], found["list"]),
         tuple(found["text"]),
@@ -315,8 +318,12 @@ START = "2000-01-01"
 """The start of suggested dates (ours)."""
 
 
-def rule_for(column: "pd.Series[Any]") -> str | Mapping[str, Any] | None:
-    """Return the entry of [data.columns] that would make numbers of a column of words, dates, texts or image files."""
+def rule_for(column: "pd.Series[Any]", *, alone: bool = False) -> str | Mapping[str, Any] | None:
+    """Return the entry of [data.columns] that would make numbers of a column of words, dates, texts or image files.
+
+    Args:
+        alone: whether the table has nothing but words to train on, so that few different texts are texts too.
+    """
     cells = [cell for cell in column.tolist() if not is_missing(cell) and cell != ""]
     if column.dtype.kind in "miuf" or not cells:
         return None
@@ -327,7 +334,7 @@ def rule_for(column: "pd.Series[Any]") -> str | Mapping[str, Any] | None:
         return {"kind": "date", "start": START} | ({"format": form} if form else {})
     words = [word_of(cell) for cell in cells if isinstance(cell, str | int | float | np.generic)]
     few = 2 * len({*words}) <= len(words) and len({*words}) <= MOST_WORDS
-    if len(words) == len(cells) and few and not text_among(words):
+    if len(words) == len(cells) and few and not text_among(words) and not (alone and are_texts(cells)):
         return "one-hot"
     return "words" if are_texts(cells) else None
 

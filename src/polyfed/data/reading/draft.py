@@ -13,13 +13,14 @@ from torch import Tensor
 from polyfed.core.errors import DataError, counted
 from polyfed.core.problems import Problems
 from polyfed.data.column_rules import Feature
-from polyfed.data.columns import Column, Columns
+from polyfed.data.columns import LEFT_OUT, Column, Columns
 from polyfed.data.labels import num_targets
 from polyfed.data.leaked_labels import refuse_leaked_labels
 from polyfed.data.population.splits import drawn, drawn_note
 from polyfed.data.reading.given import Given
 from polyfed.data.reading.row_facts import Labels, clients_of, codes_of, ids_of, labels_of, splits_of, unlabelled
 from polyfed.data.reading.values import (
+    bare_rows,
     digits,
     laid_out,
     refuse_bare_rows,
@@ -95,6 +96,10 @@ class Draft:
         return f"{self.where}: {self.called.get(part, usual)}"
 
 
+EMPTY = "such rows are left out (empty_rows)"
+"""The end of the note about rows that lack every modality."""
+
+
 def columns_of(draft: Draft, given: Given, problems: Problems) -> Columns:
     """Check a draft and make a table from it.
 
@@ -120,7 +125,8 @@ def columns_of(draft: Draft, given: Given, problems: Problems) -> Columns:
     if labels is not None:
         arrays = {name: column for name, (column, _) in found.items()} | facts
         arrays |= {} if people is None else {"client": people[0]}
-        _check_rows(draft, len(labels.values), arrays, _undeclared(draft, found, present), problems)
+        held = {} if given.empty_rows == "leave-out" else _undeclared(draft, found, present)
+        _check_rows(draft, len(labels.values), arrays, held, problems)
     problems.raise_all()
     assert labels is not None
     client, names = (None, None) if people is None else people
@@ -129,6 +135,9 @@ def columns_of(draft: Draft, given: Given, problems: Problems) -> Columns:
     if split is None:
         split = drawn(labels.values, given.test_share, given.seed)
         notes.append(drawn_note(given.test_share))
+    if given.empty_rows == "leave-out" and (told := bare_rows(present)):
+        split = split.masked_fill(~torch.stack(list(present.values())).any(0), LEFT_OUT)
+        notes.append(f"{told}; {EMPTY}")
     columns = Columns(
         name=draft.name,
         modalities={n: replace(column, names=draft.names.get(n, ())) for n, (column, _) in found.items()},

@@ -65,8 +65,13 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, given: Given, problems
     whole: dict[str, Feature] = {}
     cures: dict[str, str] = {}
     refuse_idle_rules(groups, given, where, problems)
+    words = refuse_words(frame, groups, given, where, problems)
     for modality, group in groups.items():
         with problems.noting():
+            if words & {*group}:  # the other columns may have faults of their own
+                rest = [column for column in group if column not in words]
+                values_of(frame, rest, f"{where}: modality '{modality}'", given) if rest else None
+                continue
             read = values_of(frame, group, f"{where}: modality '{modality}'", given)
             values[modality] = read.values
             whole |= {modality: read.whole} if read.whole else {}
@@ -213,6 +218,33 @@ def refuse_idle_rules(groups: Mapping[str, Sequence[str]], given: Given, where: 
             meaning = given.meaning.get(column)
             why = f"it is the {meaning}" if meaning else did_you_mean(column, used[:50])
             problems.add(DataError(f"{where}: [data.columns] names '{column}', which is in no modality; {why}"))
+
+
+def refuse_words(
+    frame: "pd.DataFrame", groups: Mapping[str, Sequence[str]], given: Given, where: str, problems: Problems
+) -> set[str]:
+    """Add one fault for several columns of words or dates without a rule, with the rules of all of them.
+
+    Returns:
+        These columns; empty if there is at most one, whose fault `values_of` raises.
+    """
+    plain = [c for group in groups.values() for c in group if c not in given.columns and len(group) > 1]
+    wrong = [c for c in dict.fromkeys(plain) if are_dates(frame[c]) or kind_of(frame[c]) == "text"]
+    rules = {column: rule for column in wrong if (rule := rule_for(frame[column])) is not None}
+    if len(rules) < 2:
+        return set()
+    shown = []
+    for column in [*rules][:MOST_NAMED]:
+        row = int(frame[column].notna().to_numpy().argmax())
+        shown.append(f"'{column}', such as {str(frame[column].iloc[row])!r} at row {row}")
+    more = f", and {len(rules) - MOST_NAMED} more" if len(rules) > MOST_NAMED else ""
+    problems.add(
+        DataError(
+            f"{where}: {len(rules)} columns of modalities hold words or dates: {', '.join(shown)}{more}. To make "
+            f"numbers of them, write {suggestion(rules)}, or leave them out of `modalities`"
+        )
+    )
+    return {*rules}
 
 
 @dataclass(frozen=True)

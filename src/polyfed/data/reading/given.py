@@ -17,6 +17,7 @@ from polyfed.data.reading.row_facts import as_array
 from polyfed.data.reading.values import Layout
 
 Partial = Literal["refuse", "absent"]
+EmptyRows = Literal["refuse", "leave-out"]
 Modalities = Mapping[str, str | Sequence[str]]
 
 ROLES = ("labels", "clients", "split")
@@ -40,6 +41,7 @@ class Given:
         class_names: names of the classes in order of their numbers.
         layout: modality -> axes of a sample, for modalities where the guess is wrong; see `laid_out`.
         partial: what to do with rows of a table that have only some cells of a modality.
+        empty_rows: what to do with rows that lack every modality.
         standardise: the modalities to standardise; see `Columns.standardise`.
         test_share: share of every class that becomes the test set, if there is no split.
         seed: seed for drawing that test set.
@@ -60,6 +62,7 @@ class Given:
     class_names: tuple[str, ...] | None = None
     layout: Mapping[str, Layout] | None = None
     partial: Partial = "refuse"
+    empty_rows: EmptyRows = "refuse"
     standardise: Standardise = "uneven"
     test_share: Annotated[float, BELOW_ONE] = 0.2
     seed: int = 0
@@ -90,7 +93,7 @@ class Given:
         Raises:
             RecipeError: an option has an invalid type or value. The message lists all such options.
         """
-        names = ("class_names", "layout", "partial", "standardise", "test_share")
+        names = ("class_names", "layout", "partial", "empty_rows", "standardise", "test_share")
         options: dict[str, Any] = {name: getattr(self, name) for name in names}
         if options["layout"] is not None:
             _refuse_no_dictionary("layout", options["layout"], "'HWC'")

@@ -178,6 +178,19 @@ def zero_nan_rows(values: Tensor, where: str) -> Tensor | None:
     return there
 
 
+def bare_rows(present: Mapping[str, Tensor]) -> str:
+    """Return how many rows lack every modality, and the first one, or "" if there are none.
+
+    Args:
+        present: modality -> bool (N,), which rows have it, with an entry for every modality.
+    """
+    bare = ~torch.stack(list(present.values())).any(0) if present else torch.zeros(0, dtype=torch.bool)
+    if not bool(bare.any()):
+        return ""
+    count = counted(int(bare.sum()), "row lacks", "rows lack")
+    return f"{count} every modality, first row {int(bare.nonzero()[0, 0])}"
+
+
 def refuse_bare_rows(
     present: Mapping[str, Tensor], where: str, cut: Mapping[str, Any], cures: Mapping[str, str] | None = None
 ) -> None:
@@ -193,14 +206,11 @@ def refuse_bare_rows(
     Raises:
         DataError: some rows lack every modality.
     """
-    bare = ~torch.stack(list(present.values())).any(0) if present else torch.zeros(0, dtype=torch.bool)
-    if not bool(bare.any()):
+    if not (told := bare_rows(present)):
         return
-    text = (
-        f"{where}: {counted(int(bare.sum()), 'row lacks', 'rows lack')} every modality, first row "
-        f"{int(bare.nonzero()[0, 0])}. "
-    )
-    cure = "Leave these rows out"
+    bare = ~torch.stack(list(present.values())).any(0)
+    text = f"{where}: {told}. "
+    cure = "Leave these rows out, as empty_rows = 'leave-out' does"
     for name, rows in cut.items():
         if bool((partly := bare & torch.as_tensor(np.asarray(rows))).any()):
             count = counted(int(partly.sum()), "of these rows has", "of these rows have")
@@ -209,7 +219,10 @@ def refuse_bare_rows(
                 f"{int(partly.nonzero()[0, 0])}. "
             )
             rules = f", as {cures[name]} does" if cures and name in cures else ""
-            cure = f"Fill in the empty cells of these rows{rules}, and leave out rows without any cell"
+            cure = (
+                f"Fill in the empty cells of these rows{rules}, and leave out rows without any cell, as empty_rows = "
+                "'leave-out' does"
+            )
     raise DataError(text + cure)
 
 

@@ -52,6 +52,7 @@ def check_tables(check: CheckResult) -> Group:
         Text(_task(check.facts["task"])),
         *([_about(check.guesses)] if check.guesses else []),
         _clients(check.facts),
+        *_each_client(check.facts),
         *_missing_rows(check.facts),
         _blocks(check.facts),
         crossing.crossing_table(check),
@@ -104,7 +105,26 @@ def _clients(facts: dict[str, Any]) -> Group:
 
 
 MOST_CLIENTS = 20
-"""With more clients than this, the table of rows that lack a modality has quantiles instead of a line for each."""
+"""With more clients than this, no table has a line for each, and that of missing modalities has quantiles."""
+
+
+def _each_client(facts: dict[str, Any]) -> Iterator[Group]:
+    """A line for each of a few clients: its modalities, its rows, and how many have each label."""
+    shown = facts["clients"]
+    if not 1 < len(shown) == facts["num_clients"] <= MOST_CLIENTS:
+        return
+    names = facts["data"].get("class_names") or [str(number) for number in range(facts["data"]["classes"])]
+    counted_labels = names if len(names) <= MOST_LABELS and all("labels" in one for one in shown) else []
+    table = plain_table("client", "modalities", "rows", *map(str, counted_labels), left=2)
+    for one in shown:
+        labels = [f"{count:,}" for count in one["labels"]] if counted_labels else []
+        name = str(one.get("name", one["id"]))
+        table.add_row(Text(name), Text(" + ".join(one["modalities"]) or "none"), f"{one['rows']:,}", *labels)
+    yield titled("Training rows of each client", table)
+
+
+MOST_LABELS = 8
+"""With more classes than this, the table of clients has no columns of labels."""
 
 
 def _missing_rows(facts: dict[str, Any]) -> Iterator[Group]:

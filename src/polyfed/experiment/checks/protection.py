@@ -11,13 +11,13 @@ from polyfed.core.errors import RecipeError
 from polyfed.core.privacy_noise import Clip
 from polyfed.core.tree import SHARED, Tree, block_of, blocks
 from polyfed.data import Population
-from polyfed.experiment.checks.privacy_faults import (
+from polyfed.experiment.checks.privacy_support import (
     faults_of_model,
     faults_of_rows,
     refuse,
     share_rows,
+    withheld_of,
 )
-from polyfed.experiment.checks.privacy_support import withheld_of
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.federation.client_registry import ClientRegistry, registry_of
 from polyfed.federation.private_mean import CLIP_NORM

@@ -9,7 +9,7 @@ from polyfed.core.tasks import answers_of
 from polyfed.core.tree import Tree
 from polyfed.data.sources.own.npz import Npz
 from polyfed.evaluation.conformal import ScoreCounts, subsets_in
-from polyfed.experiment.checks.privacy_faults import (
+from polyfed.experiment.checks.privacy_support import (
     faults_of_model,
     faults_of_rows,
 )

@@ -47,6 +47,7 @@ class DataOptions(TypedDict, total=False):
             default) for those whose features differ in size.
         columns: column -> how its words, empty cells or dates become numbers, as in {"sex": "one-hot", "age": "mean"}.
         partial: `refuse` or `absent`, for rows of a table that lack some cells of a modality.
+        empty_rows: `refuse` or `leave-out`, for rows that lack every modality.
         separator: for a .csv file: the character between cells; `decimal`, `comment`, `encoding` and `empty` say more
             about how it is written, as the options of the source `table` do.
         test_share: share of every class that becomes the test set, if there is no split.
@@ -71,6 +72,7 @@ class DataOptions(TypedDict, total=False):
     standardise: bool | str | Sequence[str]
     columns: Mapping[str, Any]
     partial: str
+    empty_rows: str
     separator: str
     decimal: str
     comment: str
@@ -111,6 +113,7 @@ OF_THE_DATA = (
     "standardise",
     "columns",
     "partial",
+    "empty_rows",
     "test_share",
     *OF_TEXT_FILES,
 )

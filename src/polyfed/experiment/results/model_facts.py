@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core.batch import Batch
+from polyfed.core.errors import RecipeError
 from polyfed.data import Population
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.results.calibration import ROWS_AT_ONCE, calibration_of
@@ -34,6 +35,7 @@ def facts_of_models(models: Models, recipe: Recipe, population: Population) -> d
         "ranking": ranking_of(models, population),
         "baseline": baseline_of(models.task, population, models.class_names),
         "unseen_clients": unseen_clients(recipe, population),
+        "sets": sets_of(models, population),
     }
     if recipe.attack is not None:
         attackers = recipe.attack.attackers(population.num_clients, recipe.seed)
@@ -116,6 +118,50 @@ def ranking_of(models: Models, population: Population) -> dict[str, Any] | None:
     names = columns.class_names
     told = dict(zip(("auroc", "average_precision"), scores, strict=True))
     return told | {"positive": names[1] if names else "1"}
+
+
+COVERAGE = 0.9
+"""The promise of the sets that a result tells of."""
+
+
+def sets_of(models: Models, population: Population) -> dict[str, Any] | None:
+    """Return the group `sets` of result.json: what `predict_set` returns for the test rows that have a modality.
+
+    Returns:
+        `coverage`, the mean `size` of the sets or width of the intervals, the share of the test `rows` whose truth they
+        hold (`holds`), and the least number of `validation_rows` behind one; or `refused`, why there is none. None if
+        no scores were counted, or there is no global model.
+    """
+    columns, rows = population.columns, population.test_rows.cpu()
+    if models.conformal is None or models.shared is None or not len(rows):
+        return None
+    if len(columns.present) == len(columns.modalities):
+        rows = rows[torch.stack([there.cpu()[rows] for there in columns.present.values()]).any(0)]
+    sizes, held, behind = [], [], []
+    for part in torch.split(rows, ROWS_AT_ONCE):
+        x = {m: column.raw(part.to(column.values.device)) for m, column in columns.modalities.items()}
+        present = {m: there[part.to(there.device)] for m, there in columns.present.items()}
+        try:
+            found = models.predict_set(x, COVERAGE, present=present)
+        except RecipeError as error:
+            return {"coverage": COVERAGE, "refused": str(error)}
+        y = columns.label.cpu()[part]
+        if found.sets is not None:
+            held.append(found.sets.gather(1, y[:, None])[:, 0])
+        else:
+            assert found.low is not None
+            assert found.high is not None
+            known = ~y.isnan()
+            held.append(((found.low <= y) & (y <= found.high))[known])
+        sizes.append(found.sizes.double().reshape(len(part), -1).mean(1))
+        behind.append(found.rows.min())
+    return {
+        "coverage": COVERAGE,
+        "size": float(torch.cat(sizes).mean()),
+        "holds": float(torch.cat(held).double().mean()),
+        "rows": len(rows),
+        "validation_rows": int(torch.stack(behind).min()),
+    }
 
 
 def unseen_clients(recipe: Recipe, population: Population) -> list[str] | None:

@@ -344,15 +344,17 @@ class Models:
         return self.tree_of(self.number_of(client))
 
     def number_of(self, client: int | str) -> int:
-        """Return the number of a client, given its number or the name of its natural client.
+        """Return the number of a client, given its number or the name of its natural client, which has precedence.
 
         Raises:
             UnknownClient: there is no such client, or several have this name.
         """
+        named = [number for number, name in self.client_names.items() if name == client]
+        if len(named) == 1:
+            return named[0]
+        if isinstance(client, str) and not named and client.isascii() and client.isdecimal():
+            client = int(client)
         if isinstance(client, str) and self.client_names:
-            named = [number for number, name in self.client_names.items() if name == client]
-            if len(named) == 1:
-                return named[0]
             hint = did_you_mean(client, list(self.client_names.values()))
             few = f"clients {', '.join(map(str, named[:5]))} are parts of it" if named else hint
             raise UnknownClient(f"client = {client!r}: there is no such client, or not one alone; {few}")

@@ -1,5 +1,6 @@
 """Facts about rounds and runs: what the ledger shows, the times, the logged numbers and tables, and the versions."""
 
+import math
 import platform
 import statistics
 import warnings
@@ -92,6 +93,49 @@ def untrained(rounds: Sequence[Mapping[str, Any]]) -> list[str]:
         "training step was left out, or had no effect. See [train] lr and its schedule, batch_size, [limits] and the "
         "rows of the clients"
     ]
+
+
+FEWEST_ROUNDS = 8
+"""With fewer rounds, `still_falls` says nothing."""
+
+TREND, FALL = 2.576, 0.05
+"""The quantile of the normal distribution, and the least fall relative to the last losses, of `still_falls` (ours)."""
+
+
+def still_falls(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the fall of the training loss in the last half of the rounds, if more rounds would teach the model more.
+
+    The loss must fall by Mann and Kendall's test for a trend (one-sided, 0.5 %), so that noise alone seems to fall in
+    one of 200 runs, and by `FALL`. The loss on validation rows, or else on test rows, must not rise meanwhile.
+
+    Args:
+        rounds: the rows of rounds.jsonl.
+    """
+    last = rounds[-max(FEWEST_ROUNDS, (len(rounds) + 1) // 2) :]
+    losses = [row["train_loss"] for row in last]
+    if len(last) < FEWEST_ROUNDS or any(loss is None or not math.isfinite(loss) for loss in losses):
+        return None
+    n = len(losses)
+    signs = [
+        (later > sooner) - (later < sooner) for place, sooner in enumerate(losses) for later in losses[place + 1 :]
+    ]
+    if sum(signs) + 1 > -TREND * math.sqrt(n * (n - 1) * (2 * n + 5) / 18):
+        return None
+    first, end = _ends(losses)
+    if first - end < FALL * abs(end):
+        return None
+    for group in ("validation", "personal_validation", "global"):
+        told = [row["metrics"][group]["loss"] for row in last if "loss" in row.get("metrics", {}).get(group, {})]
+        if len(told) >= FEWEST_ROUNDS // 2:
+            before, after = _ends(told)
+            return None if after > before else {"first": first, "last": end, "rounds": n}
+    return {"first": first, "last": end, "rounds": n}
+
+
+def _ends(values: Sequence[float]) -> tuple[float, float]:
+    """Return the means of the first and of the last third of these values."""
+    third = max(1, len(values) // 3)
+    return statistics.fmean(values[:third]), statistics.fmean(values[-third:])
 
 
 def warn_silent(rounds: Sequence[Mapping[str, Any]]) -> None:

@@ -72,8 +72,9 @@ class Run:
     def __repr__(self) -> str:
         """A short text, without the many numbers of `state` and `model`."""
         evaluated = self.result["metrics"].get("global", self.result["metrics"].get("personal", {}))
-        headline = (self.models.task.SCORE, "mean")
-        score = next((f", {name} {evaluated[name]:.4f}" for name in headline if name in evaluated), "")
+        main = self.models.task.SCORE
+        headline = {main: main, "mean": f"mean personal {main}"}
+        score = next((f", {words} {evaluated[name]:.4f}" for name, words in headline.items() if name in evaluated), "")
         where = "" if self.folder is None else f", files in {self.folder}"
         return f"Run({self.result['algorithm']} on {self.result['dataset']}, {len(self.rounds)} rounds{score}{where})"
 
@@ -147,7 +148,7 @@ class Run:
             RecipeError: there is no global model or no such client, or `x` does not fit the model.
         """
         logits = self.models.predict(x, client, present=present)
-        if self.models.own and client is not None and client not in self._participants:
+        if self.models.own and client is not None and self.models.number_of(client) not in self._participants:
             warn(
                 f"client {client} was asked in none of the {len(self.rounds)} rounds: its own model is "
                 "still the initial one",

@@ -9,9 +9,9 @@ import torch
 
 from polyfed.algorithms.base import Algorithm, ServerState
 from polyfed.core import keys
-from polyfed.core.errors import counted
+from polyfed.core.errors import RecipeError, counted
 from polyfed.core.problems import Problems
-from polyfed.core.tree import SHARED, Tree, blocks, digest, select, size_bytes
+from polyfed.core.tree import SHARED, Tree, blocks, digest, select, size_bytes, under
 from polyfed.data import Columns, Population, populate, stacked
 from polyfed.data.column_fitting import features_of
 from polyfed.data.population.population import with_fitted_columns
@@ -33,7 +33,7 @@ from polyfed.experiment.running.constants import constant_facts
 from polyfed.experiment.running.events import Emitter
 from polyfed.experiment.running.run_state import checked_state
 from polyfed.experiment.running.stopping import refuse_spent
-from polyfed.experiment.running.warm_start import given_of, warmed
+from polyfed.experiment.running.warm_start import AGAINST, given_of, warmed
 from polyfed.federation.client_registry import TEST, registry_of
 from polyfed.federation.clock import Clock
 from polyfed.federation.federation import Federation
@@ -64,6 +64,7 @@ class Assembly:
         guarantee: the guarantee of differential privacy, or None without the section [privacy].
         given: the values of a warm start, by name.
         deployed: whether this is the server of a deployment.
+        against: the second model of an evaluation job; empty without one.
     """
 
     recipe: Recipe
@@ -79,6 +80,7 @@ class Assembly:
     guarantee: Guarantee | None = None
     given: Tree = field(default_factory=dict)
     deployed: bool = False
+    against: Tree = field(default_factory=dict)
 
     @property
     def algorithm(self) -> Algorithm:
@@ -90,6 +92,7 @@ class Assembly:
         book(self.ledger, self.population.told)
         self.fed.begin(0)
         state = checked_state(self.algorithm, self.algorithm.init(self.fed, self.initial), "init")
+        state = replace(state, against=self.against) if self.against else state  # type: ignore[type-var]
         self.fed.expect(state.params)
         return state
 
@@ -194,7 +197,26 @@ def assemble(
     # what the mixing of this model reveals of a modality is known only to the announcer of the engine
     policy = built.announcer.with_model(made.policy)
     parts = population, made.model, policy, made.initial, ledger, built, fed
-    return Assembly(made.recipe, *parts, recipe.task is None, made.guesses, made.guarantee, made.given, deployed)
+    rest = recipe.task is None, made.guesses, made.guarantee, made.given, deployed
+    return Assembly(made.recipe, *parts, *rest, _against_of(made.recipe, made.model, made.given))
+
+
+def _against_of(recipe: Recipe, model: Model, given: Tree) -> Tree:
+    """Return the second model of an evaluation job, or an empty Tree.
+
+    Raises:
+        RecipeError: it does not fit the recipe's model.
+    """
+    method: Any = recipe.algorithm
+    other = under(AGAINST, given)
+    fixed = {**model.frozen, **model.constants}
+    if odd := [name for name in other if name in fixed and not torch.equal(other[name], fixed[name].cpu().float())]:
+        raise RecipeError(
+            f"[algorithm] against = '{method.against}': '{odd[0]}' is frozen and differs between the two models, so no "
+            "client can compute both with one model. Evaluate each with a job of its own",
+            ("algorithm", "against"),
+        )
+    return initial_of(replace(recipe, model=replace(recipe.model, init=method.against)), model, other) if other else {}
 
 
 def _federation(recipe: Recipe, engine: Engine, num_clients: int | None, rows_cap: float) -> Federation:

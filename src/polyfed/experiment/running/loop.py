@@ -33,6 +33,7 @@ from polyfed.experiment.results.round_facts import (
     facts_of_round,
     means_of,
     seconds_of,
+    still_falls,
     untrained,
     versions,
     warn_silent,
@@ -412,7 +413,8 @@ class _Loop:
         result = {key: headline[key] for key in ("algorithm", "engine", "dataset")}
         result |= {"seed": self.recipe.seed, "rounds": self._last, "clients": headline["clients"]}
         result |= {"num_parameters": headline["num_parameters"], "num_kept": num_kept(state, self.assembly.engine)}
-        result |= {"task": headline["task"], "metrics": measured}
+        targets = None if self.fed.context.objective.OF_CLASSES else self.assembly.population.columns.class_names
+        result |= {"task": headline["task"], "metrics": measured} | ({"targets": list(targets)} if targets else {})
         result |= {"intervals": known} if self.rounds and (known := self.rounds[-1].get("intervals")) else {}
         result |= privacy_facts(self.assembly.guarantee, len(self.rounds) + self.repeated.rounds)
         result |= {"conformal": sets} if (sets := self._conformal()) is not None else {}
@@ -425,6 +427,8 @@ class _Loop:
         train = getattr(self.recipe.algorithm, "train", None)
         idle = untrained(self.rounds) if isinstance(train, Train) and (train.steps or train.epochs) else []
         result["concerns"] = (self.recipe.algorithm.concerns(logged) if logged else []) + idle
+        more = still_falls(self.rounds) if self._end().by == "rounds" else None
+        result |= {"still_falls": more} if more is not None else {}
         result |= {} if self.recipe.network is None else {"simulated_seconds": self.totals["simulated_seconds"]}
         result |= self.recipe.algorithm.told(state, self.fed)
         return result | {"state_sha256": checkpoint.digest(state)}

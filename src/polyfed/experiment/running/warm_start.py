@@ -19,7 +19,7 @@ from polyfed.core.errors import CheckpointError, DataError, NotAllowed, RecipeEr
 from polyfed.core.registry import name_of, restricted
 from polyfed.core.system.files import RECIPE, sync
 from polyfed.core.system.json_and_toml import parse_json
-from polyfed.core.tree import Tree, block_of, blocks, select
+from polyfed.core.tree import Tree, block_of, blocks, nested, select
 from polyfed.experiment.recipes.recipe import Recipe, load_recipe
 from polyfed.experiment.running.checkpoint import sha256_of
 from polyfed.experiment.running.run_state import BEST, kept_best, load_content
@@ -31,6 +31,9 @@ COPY = "init.safetensors"
 
 APP_COPY = "init.json"
 """The copy of the values in the folder of an app: a safetensors file as base64, because apps hold only text."""
+
+AGAINST = "@against"
+"""The block of the values of an evaluation job's second model. No modality can have this name."""
 
 DESCRIPTION, GLOBAL, FROZEN = "model.json", "global.safetensors", "frozen.safetensors"
 """Files of a folder that `Run.export` wrote."""
@@ -60,6 +63,8 @@ def given_of(recipe: Recipe, folder: Path | None = None) -> Tree:
         )
     else:
         found = values_in(Path(path).expanduser())
+        other = getattr(recipe.algorithm, "against", "")
+        found = found | (nested(AGAINST, values_in(Path(other).expanduser())) if other else {})
     if not found:
         raise DataError(f"[model] init = '{path}' holds no parameters. Give another model", ("model", "init"))
     if wrong := [name for name, value in found.items() if not bool(value.isfinite().all())]:
@@ -189,6 +194,7 @@ def warmed(initial: Tree, model: Model, given: Tree, recipe: Recipe) -> Tree:
     Raises:
         RecipeError: a value does not fit. The text names each one, with both shapes.
     """
+    given = {name: value for name, value in given.items() if block_of(name) != AGAINST}
     if not given:
         return initial
     frozen, faults = {**model.frozen, **model.constants}, []

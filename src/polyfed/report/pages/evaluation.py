@@ -118,6 +118,10 @@ def _compared(told: Mapping[str, Any] | None) -> list[tuple[str, list[str], list
     if one := told.get("mcnemar"):
         only = (f"{one['first_only']} only", f"{one['second_only']} only")
         rows.append(["right, McNemar", *only, f"{one['first_only'] - one['second_only']:+d}", f"{one['p']:.3g}"])
+    for site, one in told.get("by_site", {}).items():
+        gap = f"{100 * (one['first'] - one['second']):+.1f} ({100 * one['low']:+.1f} to {100 * one['high']:+.1f})"
+        shares = (number_of(one[name], "share") for name in ("first", "second"))
+        rows.append([f"accuracy at {site}, {one['rows']:,} rows", *shares, f"{gap} points", f"{one['p']:.3g}"])
     clients = told.get("clients")
     whose = f" of {clients:,} clients, over which all tests are" if clients else ""
     return [(f"Two models on the same {told['rows']:,} rows{whose}", heads, rows)]
@@ -137,6 +141,15 @@ def notes(content: Mapping[str, Any]) -> list[str]:
         found.append(
             "over rows: as if all rows were independent; over clients: as a sample of clients, whose rows are alike, "
             "as you need it to speak of new clients"
+        )
+    if "by_site" in content.get("comparison", {}):
+        found.append(
+            "devices compare models by McNemar's counts alone: DeLong's test and the paired bootstrap need the answers "
+            "for single rows, which no device sends"
+        )
+    if "concordance" in pooled["metrics"]:
+        found.append(
+            "the C-index compares pairs of rows, which sites cannot report as sums: a run has it on the server's rows"
         )
     if any("error" in one for one in pooled["metrics"].values()):
         found.append(

@@ -39,10 +39,14 @@ from polyfed.report.reading.run_folder import Folder
 from polyfed.report.scores import (
     AS_THEY_COME,
     Headline,
+    goes_on,
     interval_of,
     lacks_in,
     lacks_title,
     not_beaten,
+    of_target,
+    sets_title,
+    sets_words,
     subset_title,
     subsets_in,
     title_of,
@@ -89,6 +93,8 @@ def write_report(dir: str | Path, baseline: str | Path | None = None, device_log
         modalities=modalities,
         tiles=tiles(folder, past, modalities),
         not_beaten=not_beaten(folder.result),
+        goes_on=goes_on(folder.result, folder.path),
+        sets=(sets_title(folder.result), sets_words(folder.result, folder.path)) if "sets" in folder.result else None,
         groups=groups,
         held=modality_table(groups),
         sections=numbered(sections),
@@ -195,7 +201,7 @@ def tiles(folder: Folder, past: history.History, modalities: Sequence[str]) -> l
     known = folder.result.get("intervals", {}).get("global", {})
     words_of = partial(interval_of, unit=head.unit)
     remark = f"{about}: {words_of(known[head.score])}" if head.score in known else f"{about}, test set"
-    add(head.title, past.last(f"global.{head.score}"), head.unit, remark)
+    add(head.title + of_target(folder.result), past.last(f"global.{head.score}"), head.unit, remark)
     for title, value, unit, about in _beside(folder, past):
         add(title, value, unit, about)
     alone = past.group("unimodal.")

@@ -228,6 +228,27 @@ class Baseline(TypedDict):
 
 
 @with_config(ANY_KEYS)
+class StillFalls(TypedDict):
+    """The training loss of a run that needs more rounds, at the start and at the end of its last `rounds`."""
+
+    first: float
+    last: float
+    rounds: Count
+
+
+@with_config(ANY_KEYS)
+class Sets(TypedDict, total=False):
+    """What `predict_set` returns for the test rows: the mean size of its sets or intervals, or why it returns none."""
+
+    coverage: float
+    size: float
+    holds: float
+    rows: Count
+    validation_rows: Count
+    refused: str
+
+
+@with_config(ANY_KEYS)
 class RunResult(TypedDict, total=False):
     """The content of `result.json`."""
 
@@ -242,6 +263,9 @@ class RunResult(TypedDict, total=False):
     calibration: Calibration
     ranking: Ranking
     baseline: Baseline
+    still_falls: StillFalls
+    sets: Sets
+    targets: list[str]
     unseen_clients: list[str]
     conformal: ConformalFacts
     privacy: PrivacyFacts

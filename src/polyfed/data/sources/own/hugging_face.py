@@ -3,15 +3,17 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from typing_extensions import override
 
 from polyfed.core.errors import DataError, did_you_mean, require, require_one_of
+from polyfed.core.option_checks import BELOW_ONE, check_ranges
 from polyfed.data.columns import TEST, TRAIN, VALIDATION, Columns
 from polyfed.data.features.listing import Listing, Sample, class_of
 from polyfed.data.media import Clip, Extractor, Image, LogMel, TextEmbedding, Tokens, Values
 from polyfed.data.media.clip import optional
+from polyfed.data.population.splits import drawn, drawn_note
 from polyfed.data.sources.base import Facts
 from polyfed.data.sources.media_set import MediaSet
 
@@ -38,6 +40,8 @@ class HuggingFace(MediaSet):
         client: Column with the natural client; empty if there is none.
         model: Folder of the model for "text" and "tokens", or its name in the hub's cache.
         size: Height and width of images.
+        test_share: Share of every class that is the test set if there is no split test; 0 for none.
+        seed: Seed for drawing that test set; the run's own seed has no effect.
     """
 
     NAME: ClassVar[str] = "hf"
@@ -49,8 +53,11 @@ class HuggingFace(MediaSet):
     client: str = ""
     model: str = "distilbert-base-uncased"
     size: int = 224
+    test_share: Annotated[float, BELOW_ONE] = 0.2
+    seed: int = 0
 
     def __post_init__(self) -> None:
+        check_ranges("[data]", self)
         require(bool(self.modalities), "data.modalities", dict(self.modalities), "at least one: modality = kind")
         for name, kind in self.modalities.items():
             require_one_of(f"data.modalities.{name}", kind, _KINDS)
@@ -89,7 +96,13 @@ class HuggingFace(MediaSet):
     def load(self) -> Columns:
         columns = super().load()
         read = {name: (self._column(name),) for name in columns.modalities}
-        return replace(columns, origin=read | {"labels": (self.label,)})
+        columns = replace(columns, origin=read | {"labels": (self.label,)})
+        rows = columns.rows(TRAIN)
+        if not self.test_share or len(columns.rows(TEST)) or not len(rows):
+            return columns
+        split = columns.split.clone()
+        split[rows] = drawn(columns.label[rows], self.test_share, self.seed)
+        return replace(columns, split=split, notes=(*columns.notes, drawn_note(self.test_share)))
 
     def _classes(self, root: Path, parts: Mapping[str, Any]) -> tuple[str, ...]:
         wanted = [self.label, *([self.client] if self.client else []), *map(self._column, self.modalities)]

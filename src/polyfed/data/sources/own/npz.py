@@ -17,7 +17,7 @@ from polyfed.data.columns import Column, Columns, Standardise
 from polyfed.data.reading.array_files import Arrays, stored_name
 from polyfed.data.reading.draft import Draft, columns_of
 from polyfed.data.reading.frames import Joined, joined, origin_of
-from polyfed.data.reading.given import Given
+from polyfed.data.reading.given import EmptyRows, Given
 from polyfed.data.reading.values import Layout
 from polyfed.data.sources.base import Facts, Source
 
@@ -53,6 +53,7 @@ class Npz(Source):
         standardise: Bring every feature to mean 0 and deviation 1 over the rows that train: true for all modalities, a
             list for some, "uneven" for those whose features differ in size, false for none. Other uint8 images are
             scaled to [0, 1].
+        empty_rows: A row that lacks every modality: "refuse" it, or "leave-out" (it is counted and named).
         test_share: Share of every class (of targets: of all rows) that is the test set if the file has no splits.
         seed: Seed for drawing that test set; the run's own seed has no effect.
     """
@@ -67,6 +68,7 @@ class Npz(Source):
     class_names: str = "label_name"
     ids: str = "id"
     layout: Mapping[str, Layout] = field(default_factory=dict)
+    empty_rows: EmptyRows = "refuse"
     standardise: Standardise = "uneven"
     test_share: Annotated[float, BELOW_ONE] = 0.2
     seed: int = 0
@@ -166,7 +168,12 @@ class Npz(Source):
             called={role: f"array '{name}'" for role, name in ({n: n for n in self.modalities} | roles).items()},
             **read,
         )
-        given = Given(test_share=self.test_share, seed=self.seed, standardise=self.standardise)
+        given = Given(
+            test_share=self.test_share,
+            seed=self.seed,
+            standardise=self.standardise,
+            empty_rows=self.empty_rows,
+        )
         return self._with_scaling(columns_of(draft, given, problems), arrays)
 
     def _with_scaling(self, columns: Columns, arrays: Arrays) -> Columns:

@@ -24,7 +24,7 @@ from polyfed.data.reading.array_files import check_expansion, existing
 from polyfed.data.reading.column_guess import guessed
 from polyfed.data.reading.draft import columns_of as checked_columns
 from polyfed.data.reading.frames import drafted
-from polyfed.data.reading.given import Given, Partial
+from polyfed.data.reading.given import EmptyRows, Given, Partial
 from polyfed.data.reading.values import Layout
 from polyfed.data.sources.base import Facts, Source
 
@@ -102,6 +102,7 @@ class Table(Source):
         layout: Modality -> axes of a sample in lists or pictures, as in the source `npz`.
         partial: A row with only some cells of a modality: "refuse" it, or treat the modality as "absent".
         standardise: As in the source `npz`.
+        empty_rows: A row that lacks every modality: "refuse" it, or "leave-out" (it is counted and named).
         test_share: Share of every class that is the test set if there is no column of splits.
         seed: Seed for drawing that test set; the run's own seed has no effect.
         separator: The character between the cells of a .csv file, by default a comma.
@@ -123,6 +124,7 @@ class Table(Source):
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     layout: Mapping[str, Layout] = field(default_factory=dict)
     partial: Partial = "refuse"
+    empty_rows: EmptyRows = "refuse"
     standardise: Standardise = "uneven"
     test_share: Annotated[float, BELOW_ONE] = 0.2
     seed: int = 0
@@ -209,6 +211,7 @@ class Table(Source):
             ids=self.ids,
             modalities=self.modalities,
             partial=self.partial,
+            empty_rows=self.empty_rows,
             standardise=self.standardise,
             test_share=self.test_share,
             seed=self.seed,
