@@ -187,7 +187,7 @@ def test_devices_with_too_few_rows_take_no_part_and_the_server_says_so(tmp_path:
     sites = Sites(tmp_path, "[limits]\nmin_test_rows = 100\n")
     told = sites.serve(tmp_path / "run")["evaluation"]
     assert set(told["sites"]) == {"server"}
-    assert "only the server's rows are scored" in capsys.readouterr().out
+    assert "only the server's rows are scored" in capsys.readouterr().err
 
 
 def test_a_column_of_groups_needs_the_owners_permission(tmp_path: Path) -> None:
