@@ -26,6 +26,7 @@ from polyfed.experiment.recipes.recipe import load_recipe
 from polyfed.experiment.running.loop import execute
 from polyfed.federation.wire_format import Packet
 from polyfed.privacy.egress.policy import Policy
+from refusals import refuses
 
 HELLO = hello()
 
@@ -60,7 +61,7 @@ def test_the_servers_tracker_need_not_be_on_a_device(tmp_path: Path) -> None:
     app = devices.app / "recipe.toml"
     app.write_text(app.read_text() + '\n[tracking]\nname = "only_at_the_server:Board"\n')
     assert devices.handler(HELLO, devices.configs[1]).header == before.header
-    with pytest.raises(RecipeError, match="only_at_the_server"):
+    with refuses(RecipeError, "only_at_the_server"):
         load_recipe(app)
 
 
@@ -89,7 +90,7 @@ def test_a_fault_during_an_ask_answers_that_ask_and_tells_no_path(tmp_path: Path
             devices.configs[1]["data"] = "/srv/hospital/patients.npz"
         return devices(packet, config)
 
-    with pytest.raises(TooFewReplies, match="client 1: its data cannot be used; its own log says why") as caught:
+    with refuses(TooFewReplies, "own log") as caught:
         serve(recipe, over(breaking, 3), {"out": str(tmp_path / "run")}, execute)
     assert "hospital" not in str(caught.value)
     assert "hospital" in capsys.readouterr().err
@@ -114,9 +115,7 @@ def test_a_crash_of_the_users_own_kind_is_traced_on_the_device_only(
 def test_a_run_begins_with_all_devices_unless_the_recipe_says_otherwise(tmp_path: Path, capsys: Any) -> None:
     devices = Devices(tmp_path)
     (devices.places[1] / "policy.toml").write_text("x =")
-    with pytest.raises(
-        TooFewReplies, match=r"2 of 3 clients enrolled .*Not enrolled: client 1: its policy file is not valid"
-    ) as caught:
+    with refuses(TooFewReplies, "policy file") as caught:
         devices.serve(tmp_path / "run")
     assert caught.value.exit_code == 4
     (devices.app / "recipe.toml").write_text(RECIPE + "min_nodes = 2\n")
@@ -187,7 +186,7 @@ def test_one_request_sees_one_policy_although_the_owner_replaces_the_file_meanwh
 
 
 def test_who_holds_a_run_is_named(tmp_path: Path) -> None:
-    with only_server(tmp_path), pytest.raises(RecipeError, match=rf"process {os.getpid()}\)"):
+    with only_server(tmp_path), refuses(RecipeError, f"process {os.getpid()}"):
         only_server(tmp_path, seconds=0.0).__enter__()
 
 
@@ -221,10 +220,10 @@ def test_the_servers_own_rows_are_found_from_any_folder(tmp_path: Path, monkeypa
 def test_an_app_whose_model_cannot_be_built_is_not_written(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text(RECIPE.replace('b = { kind = "mlp", hidden = [8] }', 'b = { kind = "nowhere.at_all:Net" }'))
-    with pytest.raises(RecipeError, match="nowhere"):
+    with refuses(RecipeError, "nowhere"):
         write_app(path, tmp_path / "app")
     path.write_text(RECIPE.replace('b = { kind = "mlp", hidden = [8] }\n', ""))
-    with pytest.raises(ModelError, match="no entry for the modality 'b'"):
+    with refuses(ModelError, "modality 'b'"):
         write_app(path, tmp_path / "app")
     assert not (tmp_path / "app").exists()
 
@@ -247,7 +246,7 @@ def test_an_app_whose_privacy_cannot_be_honoured_is_not_written(tmp_path: Path, 
         write_app(path, tmp_path / "app")
     assert words in str(refused.value)
     path.write_text(f'{RECIPE}\n[attack]\nname = "sign-flip"\nshare = 0.34\n')
-    with pytest.raises(RecipeError, match="which only a simulation may"):
+    with refuses(RecipeError, "only a simulation"):
         write_app(path, tmp_path / "app")
     assert not (tmp_path / "app").exists()
 
@@ -264,15 +263,15 @@ def test_credentials_in_use_are_kept_and_only_missing_keys_added(tmp_path: Path)
 def test_credentials_that_cannot_be_used_are_refused_with_a_cure(tmp_path: Path) -> None:
     from cryptography.hazmat.primitives.serialization import Encoding
 
-    with pytest.raises(RecipeError, match="-1 node keys"):
+    with refuses(RecipeError, "-1 node keys"):
         write_credentials(tmp_path / "keys", -1)
     folder = write_credentials(tmp_path / "keys", 0)
     authority, ca = _authority()
     (folder / "server.pem").write_bytes(_server(authority, ca, ["localhost"], days=-2)[1].public_bytes(Encoding.PEM))
-    with pytest.raises(RecipeError, match=r"expired on .*\. Move ca.pem, server.pem, server.key elsewhere"):
+    with refuses(RecipeError, "expired on"):
         write_credentials(folder, 0)
     (folder / "server.pem").unlink()
-    with pytest.raises(RecipeError, match=r"holds ca.pem, server.key, but no server.pem"):
+    with refuses(RecipeError, "no server.pem"):
         write_credentials(folder, 0)
 
 
@@ -344,9 +343,9 @@ def test_a_policy_file_is_checked_alone(tmp_path: Path) -> None:
     own.write_text("[egress.b]\nserver = []\n")
     assert {row.block for row in inspect(recipe, str(own)).refused} == {"b", "shared"}, "its layers read `b`"
     own.write_text("[egress.bb]\nserver = []\n")
-    with pytest.raises(RecipeError, match="has no row 'bb'; did you mean 'b'"):
+    with refuses(RecipeError, "row 'bb'"):
         inspect(recipe, str(own))
-    with pytest.raises(RecipeError, match="neither the file of a device, nor a policy file, nor"):
+    with refuses(RecipeError, "nor a policy"):
         inspect(recipe, "nowhere.toml")
 
 

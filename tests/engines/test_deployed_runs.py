@@ -29,6 +29,7 @@ from polyfed.engines.protocol import Enrolment
 from polyfed.experiment.recipes.recipe import load_recipe
 from polyfed.experiment.running.loop import execute
 from polyfed.federation.wire_format import Packet
+from refusals import refuses
 
 
 def test_devices_equal_the_simulation_bit_for_bit(tmp_path: Path) -> None:
@@ -48,7 +49,7 @@ def test_a_deployment_is_an_engine_of_its_own_which_polyfed_run_refuses(tmp_path
     devices.serve(tmp_path / "run")
     assert load_recipe(tmp_path / "run" / "recipe.toml").engine.name == "devices"
     assert polyfed.load_run(tmp_path / "run").result["rounds"] == 2
-    with pytest.raises(RecipeError, match="'devices' is for runs that `polyfed submit` begins"):
+    with refuses(RecipeError, "polyfed submit"):
         polyfed.run(tmp_path / "run" / "recipe.toml")
 
 
@@ -72,7 +73,7 @@ def test_a_device_that_changed_its_modalities_is_enrolled_anew_when_the_server_s
             devices.configs[0]["modalities"] = then
         return devices(packet, config)
 
-    with pytest.raises(TooFewReplies, match=r"is for modalities .*, client 0 has .* now"):
+    with refuses(TooFewReplies, "is for modalities"):
         serve(recipe, over(changing, 3), {"out": str(tmp_path / "run")}, execute)
     assert devices.serve(tmp_path / "run")["rounds"] == 2
     lines = [json.loads(line) for line in (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()]
@@ -82,7 +83,7 @@ def test_a_device_that_changed_its_modalities_is_enrolled_anew_when_the_server_s
 def test_a_device_whose_policy_forbids_ends_the_run_in_its_own_words(tmp_path: Path, capsys: Any) -> None:
     devices = Devices(tmp_path)
     (devices.places[1] / "policy.toml").write_text('[egress.a]\nserver = ["statistic"]\n')
-    with pytest.raises(EgressError, match="client 1 refused to take Controlled"):
+    with refuses(EgressError, "take Controlled"):
         devices.serve(tmp_path / "run")
     told = json.loads((tmp_path / "run" / "error.json").read_text())
     assert told["exit_code"] == 3
@@ -92,7 +93,7 @@ def test_a_device_whose_policy_forbids_ends_the_run_in_its_own_words(tmp_path: P
 def test_a_device_that_keeps_statistics_does_not_even_enrol(tmp_path: Path) -> None:
     devices = Devices(tmp_path)
     (devices.places[1] / "policy.toml").write_text('[egress.shared]\nserver = ["parameters"]\n')
-    with pytest.raises(EgressError, match="refused to enrol"):
+    with refuses(EgressError, "refused to enrol"):
         devices.serve(tmp_path / "run")
 
 
@@ -100,7 +101,7 @@ def test_missing_devices_end_the_run_with_exit_code_4(tmp_path: Path) -> None:
     devices = Devices(tmp_path)
     for config in devices.configs:
         config["data"] += ".gone"
-    with pytest.raises(TooFewReplies, match="0 of 3 clients"):
+    with refuses(TooFewReplies, "0 of 3"):
         devices.serve(tmp_path / "run")
 
 
@@ -123,7 +124,7 @@ def test_a_wrong_policy_file_is_refused_and_named(text: str, words: str, tmp_pat
     recipe = load_recipe(Devices(tmp_path).recipe)
     own = tmp_path / "own.toml"
     own.write_text(text)
-    with pytest.raises(RecipeError, match=words) as caught:
+    with refuses(RecipeError, words) as caught:
         policy_on(NodeConfig(data="x.npz", client=0, modalities="a", policy=str(own)), recipe, ("a", "b"))
     assert "own.toml" in str(caught.value)
 
@@ -141,13 +142,13 @@ def test_an_app_is_a_recipe_and_where_the_run_goes(tmp_path: Path) -> None:
     assert sorted(path.name for path in app.iterdir()) == ["app.toml", "recipe.toml"]
     assert app_config(app) == {"name": "recipe", "out": str(app / "run"), "data": ""}
     (app / "app.toml").write_text("name = 3")
-    with pytest.raises(RecipeError, match=r"holds no app .*; write one: polyfed app "):
+    with refuses(RecipeError, "holds no app"):
         app_config(app)
 
 
 def test_an_app_does_not_overwrite_another_folder(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(RECIPE)
-    with pytest.raises(RecipeError, match="is not empty"):
+    with refuses(RecipeError, "not empty"):
         write_app(tmp_path / "recipe.toml", tmp_path)
 
 
@@ -157,7 +158,7 @@ def test_an_app_does_not_overwrite_that_of_another_recipe(tmp_path: Path) -> Non
     app = write_app(tmp_path / "one.toml", tmp_path / "app")
     assert write_app(tmp_path / "one.toml", app) == app, "the same recipe may be written again"
     before = (app / "app.toml").read_bytes()
-    with pytest.raises(RecipeError, match="holds the app 'one', and this recipe's is 'other'"):
+    with refuses(RecipeError, "app 'one'"):
         write_app(tmp_path / "other.toml", app)
     assert (app / "app.toml").read_bytes() == before
 
@@ -181,9 +182,9 @@ def test_a_certificate_is_for_the_hosts_that_were_named(tmp_path: Path) -> None:
     assert names.get_values_for_type(x509.DNSName) == ["server.example.org", "localhost"]
     assert [str(a) for a in names.get_values_for_type(x509.IPAddress)] == ["10.0.0.7", "127.0.0.1"]
     write_credentials(folder, 0, ["server.example.org"])
-    with pytest.raises(RecipeError, match=r"server.pem is not for other.example.org. Move ca.pem"):
+    with refuses(RecipeError, "other.example.org"):
         write_credentials(folder, 0, ["other.example.org"])
-    with pytest.raises(RecipeError, match="--host 'not a name' is neither a name nor an address"):
+    with refuses(RecipeError, "'not a name'"):
         write_credentials(tmp_path / "others", 0, ["not a name"])
     assert not (tmp_path / "others").exists()
 
@@ -202,12 +203,12 @@ def test_the_command_writes_a_certificate_without_keys(tmp_path: Path, capsys: A
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     """`test_device_file.py` has the devices."""
     keys = write_credentials(tmp_path / "keys", 0)
-    with pytest.raises(RecipeError, match=r"holds no ca\.pem"):
+    with refuses(RecipeError, "no ca.pem"):
         hosting.server(tmp_path, ServerPorts())
     (taken,) = free_ports(1)
-    with socket.create_server(("127.0.0.1", taken)), pytest.raises(RecipeError, match=f"port {taken} of this machine"):
+    with socket.create_server(("127.0.0.1", taken)), refuses(RecipeError, f"port {taken}"):
         hosting.server(keys, ServerPorts(port=taken))
-    with pytest.raises(RecipeError, match="port 2 of this machine is taken"):
+    with refuses(RecipeError, "port 2"):
         hosting.server(keys, ServerPorts("127.0.0.1", 1, 2, 2))
 
 
@@ -215,9 +216,9 @@ def test_a_folder_without_an_app_or_a_server_is_named_and_a_finished_run_is_not_
     tmp_path: Path, capsys: Any
 ) -> None:
     devices = Devices(tmp_path)
-    with pytest.raises(TransportError, match=r"no server uses .*; start it: polyfed server"):
+    with refuses(TransportError, "no server uses"):
         submit(devices.app, tmp_path / "none", {})
-    with pytest.raises(RecipeError, match="holds no app"):
+    with refuses(RecipeError, "holds no app"):
         run_here(tmp_path / "none", tmp_path / "credentials", {})
     devices.serve(devices.app / "run")
     assert run_here(devices.app, tmp_path / "credentials", {}) == devices.app / "run"
@@ -229,7 +230,7 @@ def test_a_run_whose_server_stays_away_ends_with_exit_code_6(tmp_path: Path, mon
     transport = devices.transport()
     monkeypatch.setattr("polyfed.engines.queued.GONE_SECONDS", 0.0)
     monkeypatch.setattr(transport.hub.queue, "online", lambda: None)
-    with pytest.raises(TransportError, match="the server is gone"):
+    with refuses(TransportError, "server is gone"):
         devices.serve(tmp_path / "run", transport)
     told = json.loads((tmp_path / "run" / "error.json").read_text())
     assert (told["error"], told["exit_code"]) == ("TransportError", 6)
@@ -257,7 +258,7 @@ def test_the_words_of_deployments_on_flower_name_their_successors(word: str, ins
 def test_an_app_whose_replies_are_too_large_is_not_written(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text(RECIPE.replace("hidden = [8]", "hidden = [20000]") + "message_megabytes = 1\n")
-    with pytest.raises(RecipeError, match=r"a reply of task 'update' takes [\d,]+ bytes, and .* allows 1,048,576"):
+    with refuses(RecipeError, "allows 1,048,576"):
         write_app(path, tmp_path / "app")
     assert not (tmp_path / "app").exists()
     wide = RECIPE.replace("hidden = [8]", "hidden = [20000]")
@@ -266,5 +267,5 @@ def test_an_app_whose_replies_are_too_large_is_not_written(tmp_path: Path) -> No
 
 
 def test_one_server_writes_a_run_at_a_time(tmp_path: Path) -> None:
-    with only_server(tmp_path), pytest.raises(RecipeError, match="another server"), only_server(tmp_path, seconds=0.0):
+    with only_server(tmp_path), refuses(RecipeError, "another server"), only_server(tmp_path, seconds=0.0):
         pass

@@ -27,6 +27,7 @@ from polyfed.federation.secure_aggregation.messages import PublicKeys, RevealedS
 from polyfed.federation.secure_aggregation.state import SECRETS
 from polyfed.federation.wire_format import Packet, decode, encode
 from polyfed.selection import Uniform
+from refusals import warned
 
 FIVE = (
     RECIPE.replace("num = 3", "num = 5")
@@ -220,7 +221,7 @@ def test_a_server_that_changes_the_recipe_or_the_header_gets_no_second_reply(tmp
             assert honest_again.body == answer.body, "a repeated request after a lost connection"
         return answer
 
-    with pytest.warns(polyfed.core.errors.PolyfedWarning, match="gave no usable reply"):
+    with warned("no usable reply"):
         devices.serve(tmp_path / "run", over(asking, 5))
     assert len(answers) == 8
     assert {name: answer.header["verdict"] for name, answer in answers.items()} == dict.fromkeys(answers, REFUSED)

@@ -360,7 +360,6 @@ def test_tests_name_errors_by_key_and_noun() -> None:
         and ast.unparse(node.func) in ("pytest.raises", "pytest.warns")
         and any(keyword.arg == "match" for keyword in node.keywords)
         and path.name != "refusals.py"
-        and not path.name.startswith("test_deployed_")
     ]
     assert not found, "write refuses(RecipeError, 'train.lr: finite') or warned('no effect'), of tests/refusals.py"
 
