@@ -142,13 +142,9 @@ def test_numbers_of_every_size_are_read_as_they_are(tmp_path: Path, suffix: str,
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_a_table_of_texts_names_the_source_for_texts(tmp_path: Path, suffix: str) -> None:
+def test_a_table_of_texts_names_what_reads_texts(tmp_path: Path, suffix: str) -> None:
     frame = pd.DataFrame({"text": ["a, b", "c d"] * (ROWS // 2), "label": LABEL})
-    if suffix == "frame":
-        with refuses(PolyfedError, "source `hf` reads"):
-            read(frame, suffix, tmp_path)
-        return
-    with refuses(PolyfedError, "source `hf` reads"):
+    with refuses(PolyfedError, "source `hf` reads" if suffix == "frame" else "--column text=words"):
         read(frame, suffix, tmp_path)
 
 

@@ -61,7 +61,7 @@ def test_the_servers_tracker_need_not_be_on_a_device(tmp_path: Path) -> None:
     app = devices.app / "recipe.toml"
     app.write_text(app.read_text() + '\n[tracking]\nname = "only_at_the_server:Board"\n')
     assert devices.handler(HELLO, devices.configs[1]).header == before.header
-    with refuses(RecipeError, "only_at_the_server"):
+    with refuses(RecipeError, "tracking.name: only_at_the_server"):
         load_recipe(app)
 
 
@@ -223,7 +223,7 @@ def test_an_app_whose_model_cannot_be_built_is_not_written(tmp_path: Path) -> No
     with refuses(RecipeError, "nowhere"):
         write_app(path, tmp_path / "app")
     path.write_text(RECIPE.replace('b = { kind = "mlp", hidden = [8] }\n', ""))
-    with refuses(ModelError, "modality 'b'"):
+    with refuses(ModelError, "model.encoders.b: modality 'b'"):
         write_app(path, tmp_path / "app")
     assert not (tmp_path / "app").exists()
 
@@ -246,7 +246,7 @@ def test_an_app_whose_privacy_cannot_be_honoured_is_not_written(tmp_path: Path, 
         write_app(path, tmp_path / "app")
     assert words in str(refused.value)
     path.write_text(f'{RECIPE}\n[attack]\nname = "sign-flip"\nshare = 0.34\n')
-    with refuses(RecipeError, "only a simulation"):
+    with refuses(RecipeError, "attack: only a simulation"):
         write_app(path, tmp_path / "app")
     assert not (tmp_path / "app").exists()
 
@@ -343,7 +343,7 @@ def test_a_policy_file_is_checked_alone(tmp_path: Path) -> None:
     own.write_text("[egress.b]\nserver = []\n")
     assert {row.block for row in inspect(recipe, str(own)).refused} == {"b", "shared"}, "its layers read `b`"
     own.write_text("[egress.bb]\nserver = []\n")
-    with refuses(RecipeError, "row 'bb'"):
+    with refuses(RecipeError, "egress.bb: row 'bb'"):
         inspect(recipe, str(own))
     with refuses(RecipeError, "nor a policy"):
         inspect(recipe, "nowhere.toml")

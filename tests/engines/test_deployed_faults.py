@@ -191,7 +191,7 @@ def test_messages_within_a_silo_are_refused_unless_recipe_and_client_let_the_ser
     from engines.test_behind_the_wire import small
 
     made = small("vfl")
-    with refuses(RecipeError, "relay"):
+    with refuses(RecipeError, "deployment.relay: refused"):
         replace(made, deployment=replace(made.deployment, relay="refused"))
     local = replace(made.engine, name="sequential")
     secret = replace(made, engine=local, deployment=replace(made.deployment, relay="refused"))

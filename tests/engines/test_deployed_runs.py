@@ -118,7 +118,11 @@ def test_a_clients_policy_can_only_be_made_stricter(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("[egress.labls]\nserver = []\n", "has no row 'labls'"), ("[egres.a]\n", "no section 'egres'"), ("x =", "TOML")],
+    [
+        ("[egress.labls]\nserver = []\n", "egress.labls: row 'labls'"),
+        ("[egres.a]\n", "no section 'egres'"),
+        ("x =", "TOML"),
+    ],
 )
 def test_a_wrong_policy_file_is_refused_and_named(text: str, words: str, tmp_path: Path) -> None:
     recipe = load_recipe(Devices(tmp_path).recipe)

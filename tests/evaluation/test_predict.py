@@ -125,7 +125,7 @@ def test_a_client_with_nothing_to_read_is_refused() -> None:
         run.predict({"b": x["b"]}, client=1)
 
 
-@pytest.mark.parametrize("client", [6, -1, True, 0.0, "0", [0]])
+@pytest.mark.parametrize("client", [6, -1, True, 0.0, "6", "nobody", [0]])
 @pytest.mark.parametrize("case", ["fedavg", "pfmml"])
 def test_an_unknown_client_is_refused(case: str, client: Any) -> None:
     run, parts = ended(case)

@@ -69,8 +69,9 @@ def test_a_module_with_embeddings_trains_with_methods_that_need_them(name: str) 
 def test_methods_that_need_embeddings_say_so(name: str) -> None:
     from laws.test_laws import world
 
-    said = "model.module: own_models:Whole" if name == "partialfl" else "embedding of each"  # which reads one modality
-    with refuses(RecipeError, said):
+    # partialfl reads one modality, and pmcmfl fills in embeddings
+    said = {"partialfl": "model.module: own_models:Whole", "pmcmfl": "model.module: replaces embeddings"}
+    with refuses(RecipeError, said.get(name, "embedding of each")):
         check(replace(world(name), model=WHOLE))
 
 
