@@ -243,12 +243,8 @@ class Attention(Fusion):
         return (weights.transpose(1, 2) @ steps).flatten(1)
 
 
-class CrossModal(Fusion):
-    """FedMAC: a learned embedding stands in for a missing modality, and each modality looks at the others.
-
-    Source: Nguyen et al., "FedMAC: Tackling Partial-Modality Missing in Federated Learning with Cross-Modal Aggregation
-    and Contrastive Regularization", NCA 2024; docs/algorithms/fedmac.md has the equations and what is inferred. All
-    parameters are shared, so a client has the stand-in of a modality that it lacks.
+class WholeRow(Fusion):
+    """A fusion that completes every row: also a missing modality has a part of the joint representation.
 
     Args:
         modalities: the modalities of the model.
@@ -259,9 +255,6 @@ class CrossModal(Fusion):
     ) -> None:
         super().__init__(embedding, head, classes, dropout)
         self.modalities, self.joint_size = modalities, len(modalities) * embedding
-        self.missing = nn.Parameter(torch.zeros(len(modalities), embedding))
-        self.gate = nn.Linear(2 * embedding, embedding)
-        self.head = nn.Sequential(*mlp((self.joint_size, *self.sizes), dropout))
 
     @staticmethod
     @override
@@ -272,6 +265,23 @@ class CrossModal(Fusion):
     def joint(self, parts: Parts, z: Features, present: Features) -> Tensor:
         """The gated embeddings of all modalities, one after the other, (B, M * E); see `Fusion.joint`."""
         return self.views(parts, z, present)["joint"]
+
+
+class CrossModal(WholeRow):
+    """FedMAC: a learned embedding stands in for a missing modality, and each modality looks at the others.
+
+    Source: Nguyen et al., "FedMAC: Tackling Partial-Modality Missing in Federated Learning with Cross-Modal Aggregation
+    and Contrastive Regularization", NCA 2024; docs/algorithms/fedmac.md has the equations and what is inferred. All
+    parameters are shared, so a client has the stand-in of a modality that it lacks.
+    """
+
+    def __init__(
+        self, embedding: int, head: tuple[int, ...], classes: int, dropout: float, modalities: tuple[str, ...]
+    ) -> None:
+        super().__init__(embedding, head, classes, dropout, modalities)
+        self.missing = nn.Parameter(torch.zeros(len(modalities), embedding))
+        self.gate = nn.Linear(2 * embedding, embedding)
+        self.head = nn.Sequential(*mlp((self.joint_size, *self.sizes), dropout))
 
     @override
     def views(self, parts: Parts, z: Features, present: Features) -> dict[str, Tensor]:
@@ -288,14 +298,13 @@ class CrossModal(Fusion):
         return {"joint": joint, "completed": completed, "others": others, "there": there}
 
 
-class Controlled(Fusion):
+class Controlled(WholeRow):
     """PEPSY: every modality of a row is reconfigured by the embedding controls that are most relevant to it.
 
     Source: Nguyen et al., "Learning Reconfigurable Representations for Multimodal Federated Learning with Missing
     Data", NeurIPS 2025; docs/algorithms/pepsy.md has the equations and what is inferred. All parameters are shared.
 
     Args:
-        modalities: the modalities of the model.
         controls: P, the number of controls.
         chosen: how many of them reconfigure a modality of a row.
     """
@@ -310,8 +319,7 @@ class Controlled(Fusion):
         controls: int,
         chosen: int,
     ) -> None:
-        super().__init__(embedding, head, classes, dropout)
-        self.modalities, self.joint_size = modalities, len(modalities) * embedding
+        super().__init__(embedding, head, classes, dropout, modalities)
         self.num_controls, self.chosen = controls, chosen
         self.identity = nn.Parameter(torch.randn(len(modalities), embedding) / math.sqrt(embedding))
         self.controls = nn.Parameter(torch.randn(controls, embedding) / math.sqrt(embedding))
@@ -319,16 +327,6 @@ class Controlled(Fusion):
         self.reconfigure = nn.Linear(3 * embedding, embedding)
         self.gate = nn.Linear(2 * embedding, embedding)
         self.head = nn.Sequential(*mlp((self.joint_size, *self.sizes), dropout))
-
-    @staticmethod
-    @override
-    def part(embedding: int, width: int) -> None:
-        """Return None, because all modalities share all parameters of this fusion."""
-
-    @override
-    def joint(self, parts: Parts, z: Features, present: Features) -> Tensor:
-        """The gated embeddings of all modalities, one after the other, (B, M * E); see `Fusion.joint`."""
-        return self.views(parts, z, present)["joint"]
 
     @override
     def views(self, parts: Parts, z: Features, present: Features) -> dict[str, Tensor]:
