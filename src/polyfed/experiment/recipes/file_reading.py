@@ -25,7 +25,7 @@ from polyfed.experiment.recipes.parts import build
 if TYPE_CHECKING:
     import pandas as pd
 
-LABELS = ("label", "labels", "class", "target", "y", "category", "diagnosis", "emotion")
+LABELS = ("label", "labels", "class", "target", "y", "category", "diagnosis", "emotion", "activity", "outcome")
 CLIENTS = (
     "client",
     "client_id",
@@ -36,7 +36,13 @@ CLIENTS = (
     "speaker",
     "patient",
     "patient_id",
+    "person",
+    "person_id",
+    "participant",
+    "participant_id",
     "site",
+    "hospital",
+    "clinic",
 )
 SPLITS = ("split", "subset", "partition")
 """In `LABELS`, `CLIENTS` and `SPLITS`: the names that polyfed looks for in a file, in this order."""
@@ -195,7 +201,8 @@ def _of_table(
         guess = guessed(frame, {*special, table.get("ids", ""), *left_out}, rules)
         told = _rules_told(path, guess.rules, table)
         if not guess.groups and any(rule in WHOLE for rule in guess.rules.values()):
-            raise DataError(f"'{path}' has no column of numbers beside the labels. {told}")
+            also = "The source `hf` reads texts with a pretrained model. " if "words" in guess.rules.values() else ""
+            raise DataError(f"'{path}' has no column of numbers beside the labels. {also}{told}")
         notes += [*guess.notes, *([f"{guess.rest} (polyfed init: --leave-out COLUMN)"] if guess.rest else [])]
         notes += [told] if told else []
         remarks += [f"'{path}': {sentence}" for sentence in (*guess.doubts, *guess.left_out)]
