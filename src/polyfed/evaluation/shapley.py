@@ -12,10 +12,9 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-P = TypeVar("P", bound=Hashable)
+from polyfed.objective.report import Z
 
-Z = 1.959963984540054
-"""The 97.5 % quantile of the normal distribution."""
+P = TypeVar("P", bound=Hashable)
 
 
 @dataclass(frozen=True)

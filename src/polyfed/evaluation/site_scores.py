@@ -18,7 +18,7 @@ from polyfed.core.messages import HISTOGRAM, Message, carries, message
 from polyfed.core.option_checks import NOT_NEGATIVE, between
 from polyfed.core.tree import Tree
 from polyfed.evaluation.scores import all_rows
-from polyfed.evaluation.two_models import mcnemar, paired_shares
+from polyfed.evaluation.two_models import disagreement, paired_shares
 from polyfed.federation.context import ClientContext
 from polyfed.objective import Objective
 from polyfed.objective.report import (
@@ -185,18 +185,14 @@ def of_sites(sites: Mapping[str, Compared]) -> dict[str, Any]:
     cells = {name: [int(number) for number in one.cells.tolist()] for name, one in sites.items() if one.cells.sum()}
     both, first, second, none = (sum(own[place] for own in cells.values()) for place in range(4))
     rows = both + first + second + none
-    right = [np.repeat(np.array(answers), [both, first, second, none]) for answers in _RIGHT]
     found: dict[str, Any] = {"rows": rows, "bootstrap": {}}
-    found |= {"clients": len(cells)} if len(cells) > 1 else {}
-    whose = [np.repeat(np.arange(len(cells)), [own[place] for own in cells.values()]) for place in range(4)]
-    codes = np.concatenate(whose) if len(cells) > 1 else None
-    found["mcnemar"] = asdict(mcnemar(right[0], right[1], codes))
+    gaps = None
+    if len(cells) > 1:
+        found["clients"] = len(cells)
+        gaps = np.array([float(own[1] - own[2]) for own in cells.values()])
+    found["mcnemar"] = asdict(disagreement(first, second, gaps))
     found["by_site"] = {name: asdict(paired_shares(*own)) | {"rows": sum(own)} for name, own in cells.items()}
     return found
-
-
-_RIGHT = [[True, True, False, False], [True, False, True, False]]
-"""Which of the four groups of rows in `Compared` the first and the second model predict correctly."""
 
 
 def summary(

@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
+from polyfed.objective.report import Z
+
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
@@ -95,15 +97,25 @@ class Disagreement:
 
 def mcnemar(first: Bools, second: Bools, clients: Ints | None = None) -> Disagreement:
     """Compare which rows two models predict correctly, each (n,), and the client of each row, from 0, if it counts."""
-    one, other = int((first & ~second).sum()), int((~first & second).sum())
-    if not one + other:
-        return Disagreement(one, other, 1.0)
-    if clients is None:
-        return Disagreement(one, other, float(stats.binomtest(one, one + other).pvalue))
-    gaps = np.bincount(clients, first.astype(float) - second.astype(float))
-    spread = float(np.square(gaps).sum())
-    p = float(stats.chi2.sf(float(gaps.sum()) ** 2 / spread, 1)) if spread else 1.0
-    return Disagreement(one, other, p)
+    more = first.astype(np.float64) - second
+    gaps = None if clients is None else np.bincount(clients, more).astype(np.float64)
+    return disagreement(int((first & ~second).sum()), int((~first & second).sum()), gaps)
+
+
+def disagreement(first_only: int, second_only: int, gaps: Floats | None = None) -> Disagreement:
+    """Return McNemar's test, given on how many rows only one model is right.
+
+    Args:
+        gaps: by how many rows the first model is right more often than the second, for each client if clients count.
+    """
+    if not first_only + second_only:
+        p = 1.0
+    elif gaps is None:
+        p = float(stats.binomtest(first_only, first_only + second_only).pvalue)
+    else:
+        spread = float(np.square(gaps).sum())
+        p = float(stats.chi2.sf(float(gaps.sum()) ** 2 / spread, 1)) if spread else 1.0
+    return Disagreement(first_only, second_only, p)
 
 
 def paired_shares(both: int, first_only: int, second_only: int, none: int) -> Difference:
@@ -114,9 +126,9 @@ def paired_shares(both: int, first_only: int, second_only: int, none: int) -> Di
     n, gap = both + first_only + second_only + none, first_only - second_only
     total, middle = n + 2, gap / (n + 2)
     deviation = math.sqrt(max((first_only + second_only + 1) / total - middle * middle, 0.0) / total)
-    half = 1.959963984540054 * deviation
+    half = Z * deviation
     ends = (max(middle - half, -1.0), min(middle + half, 1.0))
-    p = mcnemar(np.arange(n) < first_only, (np.arange(n) >= first_only) & (np.arange(n) < first_only + second_only)).p
+    p = disagreement(first_only, second_only).p
     return Difference((both + first_only) / n, (both + second_only) / n, *ends, p)
 
 

@@ -26,14 +26,14 @@ from polyfed.core.batch import Batch
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.core.system.files import FACTS, LEAKAGE, RECIPE
 from polyfed.core.tree import SHARED, Tree, block_of
-from polyfed.evaluation.shapley import Shares, Z, shapley
+from polyfed.evaluation.shapley import Shares, shapley
 from polyfed.experiment.recipes.recipe import load_recipe
 from polyfed.experiment.results.run_result import load_run
 from polyfed.experiment.results.updates import kept_updates
 from polyfed.experiment.running.assembly import Assembly, assemble, facts_of
 from polyfed.experiment.running.constants import refuse_changes
 from polyfed.federation.client_registry import VALIDATION
-from polyfed.objective.report import t_quantile
+from polyfed.objective.report import Z, t_quantile
 from polyfed.report.formatting import seconds_of
 from polyfed.report.reading.egress import aggregate
 from polyfed.report.reading.run_folder import Folder

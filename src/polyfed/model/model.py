@@ -107,6 +107,7 @@ class Model:
         self._live: Tree | None = None
         self._lower = False
         self._flops: dict[str, int] = {}
+        self._activations: dict[tuple[str, ...], int] = {}
         self._encoded: dict[str, tuple[int, ...]] = {}
         layers = self.layers().values()
         rows.follow(layers)
@@ -149,8 +150,11 @@ class Model:
 
         The backward pass needs most of them, so this is about the memory of a training step beside the parameters.
         """
-        batch = self.zero_batch(1, modalities)
-        return result_bytes_of(lambda: self._fuse(self._features(batch), batch))
+        names = tuple(modalities)
+        if names not in self._activations:
+            batch = self.zero_batch(1, names)
+            self._activations[names] = result_bytes_of(lambda: self._fuse(self._features(batch), batch))
+        return self._activations[names]
 
     def part_flops(self, modality: str) -> int:
         """Count the operations of a modality's own part of the first fusion layer, for one sample."""
