@@ -194,6 +194,8 @@ class Algorithm(ABC, Generic[S]):
     """Whether the server averages models, if the method has the section [server]."""
     conflicts: ClassVar[tuple[Conflict, ...]] = ()
     """The options of other sections that the method cannot use; those of its base classes count too."""
+    uncompressed: ClassVar[str] = ""
+    """Why [wire] cannot compress the method's messages; this text completes "cannot go with ..., because"."""
     needs_embeddings: ClassVar[bool] = False
     """Whether the method needs an embedding of each modality. A whole module may not have such embeddings."""
     mixing: ClassVar[str] = "the method can use them together"

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from polyfed.core.errors import RecipeError
 from polyfed.core.option_checks import Within
+from polyfed.core.packing import Packing, Packings
 from polyfed.core.tree import SHARED, Tree, block_of, select
 
 KINDS = (
@@ -353,6 +354,7 @@ class Crossing:
         names: names of the tensors in the tree. For parameters and gradients, only the name of the block; for a tensor
             field, empty.
         masked: whether the tensors are masked, so that only their sum over several clients can be read.
+        compressed: how tensors are compressed, if some are. `bytes` then counts what is sent.
     """
 
     field: str
@@ -363,26 +365,35 @@ class Crossing:
     bytes: int
     names: frozenset[str] = frozenset()
     masked: bool = False
+    compressed: str = ""
 
 
-def crossings(msg: Message, *, stacked: bool = False, rows: Mapping[str, int] | None = None) -> tuple[Crossing, ...]:
+def crossings(
+    msg: Message, *, stacked: bool = False, rows: Mapping[str, int] | None = None, packings: Packings | None = None
+) -> tuple[Crossing, ...]:
     """Return the parts of a message. The policy has a verdict, and the ledger has a row, for each part.
 
     Args:
         msg: the message of one client, or a stack of messages.
         stacked: whether every tensor has a leading client axis. If so, the result is that of one client's message.
         rows: for each padded field, the number of rows without padding.
+        packings: the tensors that are compressed.
     """
+    packed = packings or {}
     form: list[_Form] = []
     for name in msg.kinds:
         real = None if rows is None else rows.get(name)
         named = _named(getattr(msg, name))
-        form.append(tuple((key, _shape(tensor, stacked, real), tensor.dtype) for key, tensor in named))
+        form.append(
+            tuple((key, _shape(t, stacked, real), t.dtype, packed.get((name, key))) for key, t in named)
+        )
     return _crossings(type(msg), tuple(form))  # type: ignore[arg-type]  # a class is hashable
 
 
-_Form = tuple[tuple[str | None, tuple[int, ...], torch.dtype], ...]
-"""For each tensor of a field: its name in the tree (None for a tensor field), its shape and its data type."""
+_Entry = tuple[str | None, tuple[int, ...], torch.dtype, Packing | None]
+
+_Form = tuple[_Entry, ...]
+"""For each tensor of a field: its name in the tree (None for a tensor field), shape, data type and compression."""
 
 
 def _shape(tensor: Tensor, stacked: bool, rows: int | None) -> tuple[int, ...]:
@@ -395,7 +406,7 @@ def _crossings(kind_of_message: type[Message], form: tuple[_Form, ...]) -> tuple
     """Return the parts of a message of this class and form. Cached, because most messages have one of a few forms."""
     parts: list[Crossing] = []
     for (name, kind), tensors_ in zip(kind_of_message.kinds.items(), form, strict=True):
-        groups: dict[str, list[tuple[str | None, tuple[int, ...], torch.dtype]]] = {}
+        groups: dict[str, list[_Entry]] = {}
         for entry in tensors_:
             key = entry[0]
             if key is None:
@@ -410,16 +421,21 @@ def _crossings(kind_of_message: type[Message], form: tuple[_Form, ...]) -> tuple
 
 
 def _crossing(field: str, kind: str, block: str, parts: _Form, masked: bool) -> Crossing:
-    counts = [math.prod(shape) for _, shape, _ in parts]
-    dtypes = {str(dtype).removeprefix("torch.") for _, _, dtype in parts}
-    keys = {key for key, _, _ in parts if key is not None}
+    counts = [math.prod(shape) for _, shape, *_ in parts]
+    dtypes = {str(dtype).removeprefix("torch.") for _, _, dtype, _ in parts}
+    keys = {key for key, *_ in parts if key is not None}
+    sizes = [
+        count * dtype.itemsize if packing is None else packing.size(shape, dtype)
+        for count, (_, shape, dtype, packing) in zip(counts, parts, strict=True)
+    ]
     return Crossing(
         field=field,
         kind=kind,
         block=block,
         dtype=dtypes.pop() if len(dtypes) == 1 else "mixed",
         shape=tuple(parts[0][1]) if len(parts) == 1 else (sum(counts),),
-        bytes=sum(count * dtype.itemsize for count, (_, _, dtype) in zip(counts, parts, strict=True)),
+        bytes=sum(sizes),
         names=frozenset(map(block_of, keys) if kind in OF_THE_MODEL else keys),
         masked=masked,
+        compressed=next((packing.form for *_, packing in parts if packing is not None), ""),
     )

@@ -269,6 +269,7 @@ def runtime_of(
         emit=Emitter([log_event] if own else []),
         objective=task_of(recipe),
         privacy=mechanism,
+        wire=recipe.wire,
         **terms,
     )
     return ClientRuntime(

@@ -13,6 +13,7 @@ from typing_extensions import override
 from polyfed.core import keys
 from polyfed.core.errors import EgressError, PolyfedError
 from polyfed.core.messages import Message, map_tensors, tensors
+from polyfed.core.packing import Packings, Pieces
 from polyfed.core.request import HeldOut, Request, Send, client_key, noise_key
 from polyfed.core.sendable import checked_local
 from polyfed.core.tree import SHARED, Tree, clone, same_tensors, select
@@ -25,6 +26,7 @@ from polyfed.engines.work_count import MeteredClientData, given_work
 from polyfed.evaluation.scores import Evaluation
 from polyfed.federation.client_registry import TEST, VALIDATION, ClientRegistry, registry_of
 from polyfed.federation.clock import Clock
+from polyfed.federation.compression import Compression, Wire, residuals_apart
 from polyfed.federation.context import ClientContext
 from polyfed.federation.replies import Answer
 from polyfed.federation.secure_aggregation.client import SecureAggregation
@@ -91,6 +93,7 @@ class Engine(ABC):
         limits: resource limits of the device on which this engine runs its client.
         required: the protection that this device demands.
         on_device: whether this engine runs on a device of a deployment; see `ClientContext.on_device`.
+        wire: how messages are compressed, or None if the recipe has no [wire] section.
     """
 
     name: str
@@ -115,6 +118,7 @@ class Engine(ABC):
         limits: Limits = NO_LIMITS,
         required: Requirements = NO_REQUIREMENTS,
         on_device: bool = False,
+        wire: Wire | None = None,
     ) -> None:
         keep_freed_memory()
         self.population, self.model, self.algorithm = population, model, algorithm
@@ -122,6 +126,7 @@ class Engine(ABC):
         self.policy, self.ledger, self.emit, self.debug, self.clock = policy, ledger, emit, debug, clock
         self.device, self.objective = torch.device(device), objective
         self.privacy, self.limits, self.required, self.on_device = privacy, limits, required, on_device
+        self.compression = None if wire is None else Compression(wire, model)
         self.columns = placed(population.columns, self.device, emit)
         self.registry = registry_of(population)
         asked = asks_own(algorithm, self.registry)
@@ -131,6 +136,7 @@ class Engine(ABC):
         # the server will not repeat this round or earlier ones: clients in other processes may delete older states
         self.kept = 0
         self._evaluates: Evaluates | None = None
+        self.packed: Pieces | None = None  # what the device sends in place of the compressed tensors of its reply
         self._contexts: dict[tuple[str, ...], ClientContext] = {}
 
     @property
@@ -174,7 +180,7 @@ class Engine(ABC):
             evaluates: counts the request in the budget of evaluations; None without such a budget.
         """
         one = copy(self)
-        one.ledger, one.locals, one._evaluates = ledger, dict(locals), evaluates
+        one.ledger, one.locals, one._evaluates, one.packed = ledger, dict(locals), evaluates, {}
         return one
 
     def move(self, device: torch.device) -> None:
@@ -234,7 +240,12 @@ class Engine(ABC):
     def node(self, clients: tuple[int, ...], context: ClientContext) -> EgressGate:
         """Make the egress gate of these clients, which share a context."""
         announcement = self.announcement(context.modalities)
-        return EgressGate(clients, context.blocks, self.ledger, announcement, context.evaluation_client, self.on_device)
+        terms = context.evaluation_client, self.on_device, self.rounds
+        return EgressGate(clients, context.blocks, self.ledger, announcement, *terms)
+
+    def rounds(self, msg: Message) -> Packings:
+        """Return how the tensors of a message to clients are rounded."""
+        return {} if self.compression is None else self.compression.packings_down(msg)
 
     def announcement(self, modalities: tuple[str, ...]) -> Announcement:
         """Return the announcement for clients with these modalities: everything that their replies can hold."""
@@ -322,6 +333,7 @@ class Exchange(ABC):
         self.engine, self.request, self.clients, self.got = engine, request, clients, got
         self.context = engine.context(clients[0])
         self.gate = engine.node(tuple(clients), self.context)
+        self.packings: Packings = {}
 
     @abstractmethod
     def run(self) -> Message | None:
@@ -342,11 +354,21 @@ class Exchange(ABC):
 
     def released(self, leaving: Message) -> Message:
         """Return what the gate lets pass, and store the clients' new local states."""
-        reply = self.gate.release(self.request, leaving, stacked=self.stacked)
+        reply = self.gate.release(self.request, leaving, stacked=self.stacked, packings=self.packings)
         self.keep()
         if any(tensor.requires_grad for _, _, tensor in tensors(reply)):
             reply = map_tensors(reply, Tensor.detach)  # otherwise the reply keeps the autograd graph alive
         return reply
+
+    def compressed(self, client: int, got: Message, reply: Message, residuals: Tree) -> tuple[Any, Tree]:
+        """Return a client's reply as the server will read it, and what compression has lost for the client so far."""
+        engine = self.engine
+        if engine.compression is None or client < 0:
+            return reply, residuals
+        reply, residuals, pieces, self.packings = engine.compression.sent(self.request, client, got, reply, residuals)
+        if engine.packed is not None:
+            engine.packed |= pieces
+        return reply, residuals
 
     @abstractmethod
     def keep(self) -> None:
@@ -378,7 +400,8 @@ class ClientExchange(Exchange):
             watched = guard.watch(metered, engine.model)
             # the task may change its dicts, so it gets dicts of its own
             fields = {name: v if isinstance(v, Tensor) else dict(v) for name in got.kinds for v in [getattr(got, name)]}
-            own, secrets = secrets_apart(request, dict(engine.local(request, client)))
+            own, residuals = residuals_apart(engine.local(request, client))
+            own, secrets = secrets_apart(request, own)
             inputs = Inputs(request, self.context, fields, own)
             with guard.enforced(len(view.index)), only_the_gate_refuses(request), inputs.unchanged():
                 returned = request.task(self.context, watched, own, type(got)(**fields))
@@ -388,8 +411,9 @@ class ClientExchange(Exchange):
             reply = engine.required.with_noise(reply, engine.objective, client)
             if engine.privacy is not None and client >= 0:
                 reply = engine.privacy.of_one(request.name, got, reply, noise_key(request, client))
-            reply, self.left = masked(request, reply, local, secrets)
-            leaving = inputs.apart(reply)
+            reply, left = masked(request, reply, local, secrets)
+            leaving, residuals = self.compressed(client, got, inputs.apart(reply), residuals)
+            self.left = {**left, **residuals}
         except Exception as error:
             if self.ends_the_run(error):
                 raise

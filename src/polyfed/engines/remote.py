@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from polyfed.core.errors import BadReply, EgressError, RecipeError
 from polyfed.core.messages import Message, crossings, cut
+from polyfed.core.packing import Packings
 from polyfed.core.request import Request, Send
 from polyfed.core.tree import digest
 from polyfed.data.column_fitting import as_tables, features_of
@@ -31,6 +32,7 @@ from polyfed.engines.protocol import (
     request_packet,
     seal_of,
 )
+from polyfed.federation.compression import Expected
 from polyfed.federation.replies import Answer, stacked
 from polyfed.federation.wire_format import Packet, decode, encode
 from polyfed.privacy.egress.contents import contents
@@ -108,11 +110,12 @@ class Remote(Engine):
     ) -> dict[int, Message]:
         """Send the request to clients in other processes and return their usable replies."""
         replies: dict[int, Message] = {}
-        answers = self._answers(request, *self._packets(request, asked, send))
+        packets, messages = self._packets(request, asked, send)
+        answers = self._answers(request, packets, messages)
         refused: EgressError | None = None
         for client in asked:
             try:
-                reply = self._reply(request, client, answers[client], missing)
+                reply = self._reply(request, client, messages[client], answers[client], missing)
             except EgressError as error:
                 refused = refused or error
                 continue
@@ -137,7 +140,7 @@ class Remote(Engine):
 
         def sent(clients: Collection[int]) -> None:
             for client in sorted(clients):
-                self._book(request, client, messages[client], TO_CLIENT)
+                self._book(request, client, messages[client], TO_CLIENT, self.rounds(messages[client]))
 
         answers = self.transport.exchange(packets, patience, sent)
         for client, count in (self.transport.discarded - before).items():
@@ -166,7 +169,7 @@ class Remote(Engine):
             blocks = self.registry[client].blocks
             if (id(msg), blocks) not in encoded:
                 own = cut(msg, blocks)
-                encoded[id(msg), blocks] = own, encode(own)
+                encoded[id(msg), blocks] = own, self._encoded(own)
             messages[client], content = encoded[id(msg), blocks]
             if len(content.body) > self.terms.limit:
                 raise RecipeError(
@@ -179,7 +182,12 @@ class Remote(Engine):
             )
         return packets, messages
 
-    def _reply(self, request: Request, client: int, answer: Packet | str, missing: dict[int, str]) -> Message | None:
+    def _encoded(self, msg: Message) -> Packet:
+        return encode(msg, None if self.compression is None else self.compression.pieces_down(msg))
+
+    def _reply(
+        self, request: Request, client: int, got: Message, answer: Packet | str, missing: dict[int, str]
+    ) -> Message | None:
         """Decode a client's packet and return the reply. Return None if there is no usable reply.
 
         `answer` is the packet, or a text that says why there is no packet. If there is no usable reply, the reason is
@@ -192,7 +200,7 @@ class Remote(Engine):
             missing[client] = one_line(answer)
             return None
         try:
-            reply = self._opened(request, client, answer)
+            reply = self._opened(request, client, got, answer)
         except BadReply as error:
             missing[client] = one_line(error)
             return None
@@ -201,10 +209,11 @@ class Remote(Engine):
                 raise
             missing[client] = one_line(error)
             return None
-        self._book(request, client, reply, request.scope, seal_of(answer.header))
+        packings = {} if self.compression is None else self.compression.packings(request, got, reply)
+        self._book(request, client, reply, request.scope, packings, seal_of(answer.header))
         return reply
 
-    def _opened(self, request: Request, client: int, answer: Packet) -> Message:
+    def _opened(self, request: Request, client: int, got: Message, answer: Packet) -> Message:
         """Decode an answer to this request.
 
         Raises:
@@ -221,7 +230,9 @@ class Remote(Engine):
             raise BadReply(why)
         if verdict != REPLY:
             raise BadReply(f"answered with {str(verdict)[:40]!r}, which is no verdict")
-        reply: Message = decode(answer, request.reply, limit=self.terms.limit, most=self._most_tensors(request.reply))
+        compression, terms = self.compression, {"limit": self.terms.limit, "most": self._most_tensors(request.reply)}
+        unpacking = None if compression is None else Expected(compression.slots(request, got))
+        reply: Message = decode(answer, request.reply, **terms, unpacking=unpacking)
         announcement = self.announcement(self.registry.owned(client))
         for part in crossings(reply):  # before the ledger records them, so that it holds only declared names
             if announcement.strange(request.name, part):
@@ -236,8 +247,10 @@ class Remote(Engine):
         names = len(self.model.template) + len(self.population.columns.modalities) + 2
         return NAMES_PER_NAME * names * len(reply.declared)
 
-    def _book(self, request: Request, client: int, msg: Message, destination: str, seal: str = "") -> None:
-        parts = crossings(msg)
+    def _book(
+        self, request: Request, client: int, msg: Message, destination: str, packings: Packings, seal: str = ""
+    ) -> None:
+        parts = crossings(msg, packings=packings)
         allowed = (True,) * len(parts)
         hashes = contents(msg, parts, allowed) if self.ledger.hashing else ()
         name = type(msg).__name__

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from typing_extensions import override
 
 from polyfed.core.errors import RecipeError
-from polyfed.core.messages import Message, cut, tensors
+from polyfed.core.messages import Message, cut, map_fields, map_tensors, tensors
 from polyfed.core.request import Request, Send, client_key, noise_key
 from polyfed.core.tree import SHARED, Tree, same_tensors, size_bytes
 from polyfed.engines.base import Exchange, held_out_of
@@ -33,6 +33,7 @@ from polyfed.engines.stack_division import num_stacks, stack_bytes
 from polyfed.engines.task_results import Inputs, only_the_gate_refuses, reason_of, reply_and_local
 from polyfed.engines.work_count import given_work
 from polyfed.engines.workers.process import Unit
+from polyfed.federation.compression import residuals_apart
 from polyfed.model import Model
 from polyfed.privacy.egress.limits import NO_LIMITS
 from polyfed.training import StackedClientData
@@ -89,7 +90,8 @@ class Vectorised(InProcess):
         alike: dict[Any, list[int]] = {}
         for client in clients:
             form = None if isinstance(send, Message) else _form(send[client])
-            kept = tuple((name, value.shape, value.dtype) for name, value in self.local(request, client).items())
+            own, _ = residuals_apart(self.local(request, client))
+            kept = tuple((name, value.shape, value.dtype) for name, value in own.items())
             alike.setdefault((self.context(client).modalities, client < 0, form, kept), []).append(client)
         for (_, evaluation_client, _, _), group in alike.items():
             if evaluation_client:  # evaluation clients have many rows, so stacking does not save time
@@ -183,7 +185,9 @@ class StackExchange(Exchange):
         self.received = [engine.to_device(cut(msg, blocks)) for msg in messages]
         super().__init__(engine, request, group, self.received[0])
         self.stack, self.group = engine, group
-        owned = [secrets_apart(request, engine.local(request, client)) for client in group]
+        apart = [residuals_apart(engine.local(request, client)) for client in group]
+        owned = [secrets_apart(request, own) for own, _ in apart]
+        self.residuals = [residuals for _, residuals in apart]
         self.secrets = [secrets for _, secrets in owned]
         self.before, self.local_dims = _stack_trees([own for own, _ in owned])
         self.fields, self.field_dims = _stack_messages(self.received)
@@ -229,10 +233,39 @@ class StackExchange(Exchange):
             leaving = made = engine.privacy.of_stack(request.name, self.fields, made, noise)
         if request.reply.masks is not None or not same_tensors(after, self.before):
             leaving, self.left = masked_stack(request, made, after, self.secrets)
+        leaving = self._compressed_stack(leaving)
         counts = tuple(engine.registry.rows_of(self.group).values())
         _refuse_padding(request, made, counts)
         _refuse_kept_padding(request, after, self.before, counts, engine.model)
         return leaving
+
+    def _compressed_stack(self, leaving: Message) -> Message:
+        """Return the stacked replies as the server will read them, and put what compression lost into `left`."""
+        if self.engine.compression is None or self.clients[0] < 0:
+            return leaving
+        found = []
+        for place, client in enumerate(self.group):
+            got = self.received[place if len(self.received) > 1 else 0]
+            reply = map_tensors(leaving, lambda t, place=place: t[place])
+            found.append(self.compressed(client, got, reply, self.residuals[place]))
+        after = [residuals for _, residuals in found]
+        left = self.left
+        if left is None and any(residuals for residuals in after):  # the stacked tree has no entry of its own
+            left = [{name: value[place] for name, value in self.before.items()} for place in range(len(self.group))]
+        self.left = None if left is None else [{**own, **more} for own, more in zip(left, after, strict=True)]
+        first, *others = [reply for reply, _ in found]
+        places = self.packings
+
+        def together(field: str, value: Any, *values: Any) -> Any:
+            if isinstance(value, Tensor):
+                return getattr(leaving, field)
+            whole = getattr(leaving, field)
+            return {
+                name: torch.stack([tree[name] for tree in (value, *values)]) if (field, name) in places else whole[name]
+                for name in value
+            }
+
+        return map_fields(first, together, *others)  # type: ignore[no-any-return]
 
     def arrived(self) -> None:
         """Book what the clients received."""

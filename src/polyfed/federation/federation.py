@@ -28,6 +28,7 @@ from polyfed.federation.attack import Attack, cure
 from polyfed.federation.client_ranks import ClientRanks
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.clock import Clock
+from polyfed.federation.compression import Compression
 from polyfed.federation.context import ClientContext
 from polyfed.federation.message_validation import NOT_FINITE, MessageValidator, largest_magnitude
 from polyfed.federation.outliers import ALONE, OutlierCheck, Sizes, too_far
@@ -81,6 +82,7 @@ class Federation:
         attack: the simulated attack of the [attack] section, or None.
         ranks: the LoRA ranks of the clients.
         privacy: how replies are protected under [privacy], or None.
+        compression: how messages are compressed under [wire], or None.
         round: the current round, from 1; 0 before the first.
         evaluating: whether requests now evaluate the models. Simulated attackers answer such requests truthfully.
         asked: number of requests so far in this round.
@@ -102,6 +104,7 @@ class Federation:
     attack: Attack | None = None
     ranks: ClientRanks = ClientRanks()
     privacy: Mechanism | None = None
+    compression: Compression | None = None
     round: int = 0
     evaluating: bool = False
     asked: int = 0
@@ -210,6 +213,8 @@ class Federation:
             return Replies([])
         peak = self._check_sent(request, send)
         sent = contiguous(self.ranks.sized(send, clients))
+        if self.compression is not None and max(clients) >= 0:  # evaluation clients are the server's own
+            sent = self.compression.rounded(request, sent)
         answer = self.engine.answer(request, sorted(clients), sent)
         if self.attack is not None and not self.evaluating:
             answer = self.attack.falsify(answer, sent, self.attack.attackers(len(self.clients), self.seed))

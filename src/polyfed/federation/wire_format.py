@@ -11,13 +11,14 @@ import re
 import sys
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from polyfed.core.errors import BadReply
 from polyfed.core.messages import Message, tensors
+from polyfed.core.packing import Packing, Pieces, Place
 from polyfed.core.tree import Tree
 
 Header = dict[str, Any]
@@ -114,18 +115,41 @@ def unframed(content: bytes) -> Packet | str:
     return header if isinstance(header, str) else Packet(header, content[4 + size :])
 
 
-def encode(msg: Message) -> Packet:
-    """Encode a message of one client as a packet. A stack of messages cannot be encoded."""
+class Unpacking(Protocol):
+    """The tensors of a message that the sender has compressed, as the receiver knows without the sender."""
+
+    def packing(self, place: Place, shape: tuple[int, ...], dtype: torch.dtype) -> Packing | None:
+        """Return how a tensor of a header is compressed, or None; raise BadReply if it cannot be such a tensor."""
+
+    def value(self, place: Place, pieces: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return the tensor that pieces without a flaw stand for."""
+
+
+def encode(msg: Message, packed: Pieces | None = None) -> Packet:
+    """Encode a message of one client as a packet. A stack of messages cannot be encoded.
+
+    Args:
+        msg: the message.
+        packed: what is sent in place of the tensors that are compressed. The header names their type and shape.
+    """
     entries, parts = [], []
     for field, name, value in tensors(msg):
-        flat = value.detach().cpu().contiguous().reshape(-1)
-        parts.append(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+        for piece in (packed or {}).get((field, name), (value,)):
+            flat = piece.detach().cpu().contiguous().reshape(-1)
+            parts.append(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
         entries.append([field, name, str(value.dtype).removeprefix("torch."), list(value.shape)])
     header = {"message": type(msg).__name__, "kinds": dict(msg.kinds), "tensors": entries}
     return Packet(header, b"".join(parts))
 
 
-def decode(packet: Packet, expected: type[Message], *, limit: int, most: int = MAX_TENSORS) -> Any:
+def decode(
+    packet: Packet,
+    expected: type[Message],
+    *,
+    limit: int,
+    most: int = MAX_TENSORS,
+    unpacking: Unpacking | None = None,
+) -> Any:
     """Check a packet and decode its message.
 
     Args:
@@ -133,6 +157,7 @@ def decode(packet: Packet, expected: type[Message], *, limit: int, most: int = M
         expected: the class that the message must have.
         limit: largest allowed size of the body, in bytes.
         most: largest allowed number of tensors. It is checked before the first tensor is read.
+        unpacking: the tensors that are compressed.
 
     Raises:
         BadReply: the packet does not hold a valid message of this class. The text gives the reason.
@@ -147,11 +172,20 @@ def decode(packet: Packet, expected: type[Message], *, limit: int, most: int = M
     values = _empty(expected)
     place = 0
     for field, name, dtype, shape in _entries(header, min(most, MAX_TENSORS)):
-        size = math.prod(shape) * dtype.itemsize
-        if place + size > len(body):
-            raise BadReply(f"{field} runs past the end of the message")
-        value = _tensor(body, place, dtype, shape)
-        place += size
+        packing = None if unpacking is None else unpacking.packing((field, name), shape, dtype)
+        layout = ((dtype, shape),) if packing is None else packing.layout(shape, dtype)
+        pieces: list[Tensor] = []
+        for kind, sides in layout:
+            size = math.prod(sides) * kind.itemsize
+            if place + size > len(body):
+                raise BadReply(f"{field} runs past the end of the message")
+            pieces.append(_tensor(body, place, kind, sides))
+            place += size
+        value = pieces[0]
+        if packing is not None and unpacking is not None:
+            if flaw := packing.flaw(tuple(pieces), shape):
+                raise BadReply(f"{field}.{name} {flaw}")
+            value = unpacking.value((field, name), tuple(pieces), shape, dtype)
         _put(values, field, name, value)
     if place != len(body):
         raise BadReply(f"holds {len(body) - place} bytes more than its header says")

@@ -59,6 +59,9 @@ class FedDyn(Averaging):
     aggregation: Annotated[Literal["weighted", "uniform"], IN_RECIPE] = "uniform"
     alpha: Annotated[float, POSITIVE, SearchRange(0.001, 0.01, 0.1, 1.0)] = 0.01
     placebo: Annotated[Literal["none", "random"], PLACEBO] = "none"
+    uncompressed: ClassVar[str] = (
+        "the server's correction is the sum of those of the clients, and rounding would let them drift apart"
+    )
 
     mixing: ClassVar[str] = ""
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = {"example": ("update.params",)}

@@ -95,6 +95,9 @@ class Scaffold(Averaging[ScaffoldState]):
             instead="Set clip_norm = 0",
         ),
     )
+    uncompressed: ClassVar[str] = (
+        "the server's control variate is the mean of those of the clients, and rounding would let them drift apart"
+    )
     sends: ClassVar[type[Message]] = Controlled
     replies: ClassVar[type[Message]] = ControlledUpdate
     protects: ClassVar[Mapping[str, tuple[str, ...]]] = {

@@ -121,6 +121,7 @@ class Pfmml(Algorithm[PfmmlState]):
         "oldest": "The age, in rounds, of the oldest copy of each block at the server.",
     }
     mixing: ClassVar[str] = ""
+    uncompressed: ClassVar[str] = "it schedules uploads by the bytes of whole blocks"
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
 
     uploads: Annotated[float | int, COST] = 1 / 3

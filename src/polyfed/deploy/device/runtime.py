@@ -33,6 +33,7 @@ from polyfed.engines.machine.gpu import deterministic
 from polyfed.engines.protocol import FAILED, LARGEST_NUMBER, REFUSED, REPLY, Facts, RequestId, check_versions, reason
 from polyfed.evaluation.conformal import subsets_in
 from polyfed.federation.client_ranks import ClientRanks
+from polyfed.federation.compression import Rounded
 from polyfed.federation.message_validation import MessageValidator, Receiver
 from polyfed.federation.wire_format import Packet, decode, encode
 from polyfed.privacy.egress.audit_log import AuditLog
@@ -128,7 +129,7 @@ class ClientRuntime:
             if known is not None:
                 content = self._released_again(engine, request, request_id.client, got, known)
             elif (reply := engine.alone(request, request_id.client, got, missing)) is not None:
-                content = encode(reply)
+                content = encode(reply, engine.packed)
             if content is not None:
                 with store.transaction() as memory:
                     if known is None:
@@ -239,8 +240,9 @@ class ClientRuntime:
             BadReply: the server's message is malformed. The exception is named after replies, but here the server
                 caused the error, not the client.
         """
-        got: Message = decode(packet, request.got, limit=self.limit)
         engine = self.engine
+        unpacking = None if engine.compression is None else Rounded(engine.compression, request.got)
+        got: Message = decode(packet, request.got, limit=self.limit, unpacking=unpacking)
         method, private = engine.algorithm, engine.algorithm.private_names(engine.model)
         template = method.received_template(request.name, engine.model)
         template = {name: value for name, value in template.items() if name not in private}

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from polyfed.algorithms import NAMED
 from polyfed.core.errors import DataError, RecipeError, did_you_mean
 from polyfed.core.registry import name_of
+from polyfed.core.tree import SHARED
 from polyfed.data import Population
 from polyfed.experiment.checks.sum_checks import refuse_single_replies, refuse_small_blocks
 from polyfed.experiment.recipes.cross_checks import refuse_breaches
@@ -29,6 +30,7 @@ def refuse_clients(recipe: Recipe, population: Population, *, one_device: bool =
     refuse_small_clients(recipe, population)
     refuse_single_replies(recipe, population)
     refuse_dropout(recipe, population, one_device=one_device)
+    refuse_unknown_blocks(recipe, population, one_device=one_device)
     refuse_subsets(recipe, population, one_device=one_device)
     refuse_conformal(recipe, population, one_device=one_device)
     refuse_no_validation(recipe, population, one_device=one_device)
@@ -56,6 +58,19 @@ def refuse_dropout(recipe: Recipe, population: Population, *, one_device: bool) 
     else:
         return
     raise RecipeError(f"[train] modality_dropout: {why}", ("train", "modality_dropout"))
+
+
+def refuse_unknown_blocks(recipe: Recipe, population: Population, *, one_device: bool) -> None:
+    """Refuse a table `[wire] compress` that names a block which the data lacks.
+
+    Raises:
+        RecipeError: it does.
+    """
+    given = None if recipe.wire is None else recipe.wire.compress
+    names = (*population.columns.modalities, SHARED)
+    if not one_device and isinstance(given, Mapping) and (unknown := [name for name in given if name not in names]):
+        why = f"names '{unknown[0]}', which is no modality of the data; {did_you_mean(unknown[0], names)}"
+        raise RecipeError(f"[wire] compress {why}", ("wire", "compress"))
 
 
 def refuse_subsets(recipe: Recipe, population: Population, *, one_device: bool) -> None:

@@ -16,7 +16,9 @@ from polyfed.core.registry import name_of
 from polyfed.core.tasks import info_of, tasks_of, types_of
 from polyfed.experiment.checks.privacy_support import methods_that_honour, sent, withheld_of
 from polyfed.experiment.recipes.sections import SECTIONS
+from polyfed.core.messages import OF_THE_MODEL
 from polyfed.federation.aggregation import ServerOptimiser
+from polyfed.federation.compression import compressible
 from polyfed.federation.outliers import COMPARED
 from polyfed.objective import Classification, Regression
 from polyfed.privacy.differential.section import Privacy
@@ -88,6 +90,17 @@ def _attack_is_idle(recipe: Any) -> bool:
 
 def _sends_within_silos(recipe: Any) -> bool:
     return any(info_of(task).scope == "silo" for task in tasks_of(recipe.algorithm).values())
+
+
+def _compresses_nothing(recipe: Any) -> bool:
+    """Whether no message of the method has anything that [wire] could compress."""
+    method, wire = recipe.algorithm, recipe.wire
+    if wire is None or method.uncompressed or method.secure_aggregation is not None:
+        return False
+    asked = [types_of(task) for name, task in tasks_of(method).items() if method.will_ask(name, tested=True)]
+    up = any(compressible(reply, field, got) for got, reply in asked for field in reply.declared)
+    down = any(said.kind in OF_THE_MODEL for got, _ in asked for said in got.declared.values())
+    return (bool(wire.forms) and not up) or (wire.down != "none" and not down)
 
 
 def _privacy(recipe: Any, unit: str = "") -> Privacy | None:
@@ -222,6 +235,40 @@ TABLE: tuple[Conflict, ...] = (
         beside="[engine] name = 'flower'",
         because="[network] is simulated time, and this engine runs in real time",
         instead="Remove [network]",
+    ),
+    Conflict(
+        key=("wire", "compress"),
+        when=lambda r: r.wire is not None and not r.wire.forms and r.wire.down == "none",
+        beside="[wire] down = 'none'",
+        because="the section then compresses nothing",
+        instead="Set one of the two, or remove [wire]",
+    ),
+    Conflict(
+        key=("wire",),
+        when=lambda r: r.wire is not None and r.privacy is not None,
+        beside="[privacy]",
+        because="the noise is made for the norm to which clients clip what they send, and rounding changes this norm",
+        instead="Remove [wire]",
+    ),
+    Conflict(
+        key=("wire",),
+        when=lambda r: r.wire is not None and r.algorithm.secure_aggregation is not None,
+        beside="[secure_aggregation]",
+        because="masked numbers look random, and do not compress. [secure_aggregation] bits sets their size",
+        instead="Remove [wire]",
+    ),
+    Conflict(
+        key=("wire",),
+        when=lambda r: r.wire is not None and bool(r.algorithm.uncompressed),
+        because="{detail}",
+        detail=lambda r: r.algorithm.uncompressed,
+        instead="Remove [wire]",
+    ),
+    Conflict(
+        key=("wire",),
+        when=_compresses_nothing,
+        because="a message has no parameters that its receiver could compare with what it has, and no gradients",
+        instead="Remove [wire], or its key compress",
     ),
     Conflict(
         key=("deployment", "relay"),

@@ -29,6 +29,7 @@ from polyfed.experiment.recipes.settings import CheckpointSpec, DeploymentSpec, 
 from polyfed.experiment.results.display import recipe_html, recipe_line
 from polyfed.experiment.results.tracking import Tracker
 from polyfed.federation.attack import Attack
+from polyfed.federation.compression import Wire
 from polyfed.model import ModelSpec
 from polyfed.model.encoders.catalogue import entry_of
 from polyfed.objective import Objective
@@ -63,6 +64,7 @@ class Recipe:
         stack: the key `stack` of [data], for early fusion (`data.stacking`). It maps the name of a new modality to the
             modalities that are joined to form it.
         network: the section [network], or None if the run has no simulated time.
+        wire: the section [wire], or None if messages are not compressed.
         attack: the section [attack], or None if all clients are honest.
         privacy: the section [privacy], or None if the run has no differential privacy.
         tracking: the tracker that receives the numbers of the run, or None if there is no tracker.
@@ -84,6 +86,7 @@ class Recipe:
     limits: Limits = NO_LIMITS
     stack: Mapping[str, Sequence[str]] = field(default_factory=dict)
     network: Any = None
+    wire: Wire | None = None
     attack: Attack | None = None
     privacy: Privacy | None = None
     tracking: Tracker | None = None

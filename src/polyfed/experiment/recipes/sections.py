@@ -13,6 +13,7 @@ from polyfed.experiment.recipes.settings import CheckpointSpec, DeploymentSpec, 
 from polyfed.experiment.results.tracking import TRACKERS, Tracker
 from polyfed.federation.aggregation import ServerOptimiser
 from polyfed.federation.attack import Attack
+from polyfed.federation.compression import Wire
 from polyfed.federation.network import Network
 from polyfed.federation.secure_aggregation.client import SecureAggregation
 from polyfed.model import ModelSpec
@@ -68,6 +69,7 @@ SECTIONS: Mapping[str, Section] = {
     "server": Section(cls=ServerOptimiser, field="server", of_algorithm=True),
     "evaluate": Section(cls=Evaluation, field="evaluation", of_algorithm=True),
     "network": Section(cls=Network, field="network", optional=True),
+    "wire": Section(cls=Wire, field="wire", optional=True),
     "attack": Section(cls=Attack, field="attack", optional=True),
     "secure_aggregation": Section(cls=SecureAggregation, field="secure_aggregation", of_algorithm=True, optional=True),
     "privacy": Section(cls=Privacy, field="privacy", optional=True),

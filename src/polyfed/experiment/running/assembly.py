@@ -191,6 +191,7 @@ def assemble(
         objective=task_of(made.recipe),
         privacy=None if made.guarantee is None else made.guarantee.mechanism,
         limits=made.recipe.limits,
+        wire=made.recipe.wire,
     )
     cap = made.recipe.deployment.rows_cap if deployed else 0.0
     fed = _federation(made.recipe, built, None if one_device else population.num_clients, cap)
@@ -238,6 +239,7 @@ def _federation(recipe: Recipe, engine: Engine, num_clients: int | None, rows_ca
         attack=recipe.attack,
         ranks=client_ranks(recipe, engine.model, num_clients),
         privacy=engine.privacy,
+        compression=engine.compression,
     )
 
 

@@ -18,6 +18,7 @@ from typing_extensions import override
 from polyfed.algorithms.averaging import Averaging
 from polyfed.core.errors import EgressError
 from polyfed.core.messages import Message, crossings
+from polyfed.core.packing import Packings
 from polyfed.core.request import Request, Send
 from polyfed.core.tree import Tree
 from polyfed.data import Population
@@ -91,7 +92,9 @@ class RecordingGate(EgressGate):
     owned: int = 0
 
     @override
-    def release(self, request: Request, reply: Message, *, stacked: bool) -> Message:
+    def release(
+        self, request: Request, reply: Message, *, stacked: bool, packings: Packings | None = None
+    ) -> Message:
         """Record the parts of one client's reply.
 
         Raises:
@@ -100,7 +103,7 @@ class RecordingGate(EgressGate):
         if self.on_server:
             return reply
         self._refuse_another(request, reply, stacked)
-        for part in crossings(reply):
+        for part in crossings(reply, packings=packings):
             if not self.announcement.announces(request.name, part):
                 raise EgressError(self.announcement.refusal(request.name, part, self.clients[0]))
             count = reply.counts.get(part.field)
@@ -134,7 +137,8 @@ class DryRunEngine(Sequential):
         announcement = self.announcement(context.modalities)
         owned = self._num_rows(clients[0])
         blocks, on_server = context.blocks, context.evaluation_client
-        return RecordingGate(clients, blocks, self.ledger, announcement, on_server, seen=self.seen, owned=owned)
+        more: dict[str, Any] = {"seen": self.seen, "owned": owned, "rounds": self.rounds}
+        return RecordingGate(clients, blocks, self.ledger, announcement, on_server, **more)
 
     @override
     def answer(

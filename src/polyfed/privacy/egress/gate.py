@@ -5,11 +5,13 @@ they have the same modalities and the same policy. The gate checks fields and sh
 handles both cases.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.messages import OF_THE_MODEL, Crossing, Message, crossings, cut
+from polyfed.core.packing import Packings
 from polyfed.core.request import Request, contiguous
 from polyfed.core.tree import SHARED
 from polyfed.privacy.egress.announcement import Announcement
@@ -29,6 +31,7 @@ class EgressGate:
         announcement: everything that the clients' replies can hold, and whether the policy allows it.
         on_server: whether these are evaluation clients. Their rows belong to the server, so no client's data leaves.
         on_device: whether this is the gate of a device. Its server may be hostile, and ask what no recipe asks.
+        rounds: returns how the tensors of a message that arrives are rounded.
     """
 
     clients: tuple[int, ...]
@@ -37,6 +40,7 @@ class EgressGate:
     announcement: Announcement
     on_server: bool = False
     on_device: bool = False
+    rounds: Callable[[Message], Packings] = lambda msg: {}
 
     def receive(self, request: Request, msg: Message) -> Any:
         """Receive a message: remove the blocks that the clients do not have, and record the rest in the ledger.
@@ -46,7 +50,7 @@ class EgressGate:
         """
         own = cut(msg, self.blocks)
         if not self.on_server:
-            parts = crossings(own)
+            parts = crossings(own, packings=self.rounds(own))
             _refuse_dotted(own, parts)
             why = self.rejection(request, own)
             self._book(request, own, parts, TO_CLIENT, (not why,) * len(parts), self.clients)
@@ -72,13 +76,16 @@ class EgressGate:
             for row in self.announcement.rows.values()
         )
 
-    def release(self, request: Request, reply: Message, *, stacked: bool) -> Message:
+    def release(
+        self, request: Request, reply: Message, *, stacked: bool, packings: Packings | None = None
+    ) -> Message:
         """Check a reply and return it, with contiguous tensors, or refuse the whole reply.
 
         Args:
             request: the request that the reply answers.
             reply: the reply of one client, or the stacked replies of several clients.
             stacked: whether the tensors have a leading client axis.
+            packings: the tensors that are compressed.
 
         Raises:
             EgressError: the policy forbids a part of the reply, or `polyfed check` did not announce that part. The
@@ -91,7 +98,7 @@ class EgressGate:
             return reply
         self._refuse_another(request, reply, stacked)
         for clients, rows in self._alike(reply) if stacked else [(self.clients, None)]:
-            self._pass(request, reply, clients, crossings(reply, stacked=stacked, rows=rows))
+            self._pass(request, reply, clients, crossings(reply, stacked=stacked, rows=rows, packings=packings))
         return reply
 
     def _refuse_another(self, request: Request, reply: Message, stacked: bool) -> None:

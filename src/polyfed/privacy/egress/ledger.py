@@ -141,6 +141,8 @@ def _tail(entry: Entry, crossing: Crossing, allowed: bool, sha256: str | None) -
     }
     if crossing.masked:
         row["masked"] = True
+    if crossing.compressed:
+        row["compressed"] = crossing.compressed
     if sha256 is not None:
         row |= {"sha256": sha256} | ({"device_seal": entry.seal} if entry.seal else {})
     return json.dumps(row, separators=(",", ":"))[1:]
