@@ -25,7 +25,8 @@ Each entry has a key with its default, in brackets the type or the allowed value
 
 More about single sections: [clients](partitions.md) and [missing rows](missing.md), [model](models.md) and
 [encoders](data.md#encoders-that-fit), [evaluate](evaluation.md) and [task](evaluation.md#choose-a-task),
-[network](network.md), [attack](robustness.md), [secure_aggregation](secure-aggregation.md), [privacy](privacy.md),
+[network](network.md), [wire](network.md#compressed-messages), [attack](robustness.md),
+[secure_aggregation](secure-aggregation.md), [privacy](privacy.md),
 [limits](egress.md), [engine](performance.md), [deployment](deploy-reference.md), [checkpoint](outputs.md).
 """
 

@@ -88,6 +88,7 @@ MODES = {
     "personal heads": method("fedrep"),
     "split learning": method("split-learning", SPLIT),
     "secure aggregation": method("fedavg", "[secure_aggregation]\n").replace("rounds = 2", "rounds = 1"),
+    "compressed": method("fedavg", '[wire]\ncompress = { a = "int8", shared = "top-k" }\ndown = "bf16"\n'),
     "HFM with relay": SILOS.replace("rounds = 2", "rounds = 1"),
 }
 

@@ -57,6 +57,7 @@ def selecting(selector: Uniform) -> Callable[[], Recipe]:
 
 
 AMPLIFIED = {"amplification": True}
+INT8 = {"compress": "int8"}
 CASES: list[tuple[tuple[str, str, str], Callable[[], Recipe]]] = [
     (("", "task.name", ""), of("fedproto", task={"name": "regression"})),
     (("", "model.absent", ""), of("fedavg", model={"absent": "prototypes"})),
@@ -70,6 +71,11 @@ CASES: list[tuple[tuple[str, str, str], Callable[[], Recipe]]] = [
     (("", "clients.overselect", ""), of("fedamp", clients={"overselect": 1.5}, network={})),
     (("", "clients.overselect", "a simulation without [network]"), of("fedavg", clients={"overselect": 1.5})),
     (("", "network", "[engine] name = 'flower'"), of("fedavg", engine={"name": "flower"}, network={})),
+    (("", "wire.compress", "[wire] down = 'none'"), of("fedavg", wire={})),
+    (("", "wire", "[privacy]"), private(wire=INT8)),
+    (("", "wire", SECURE), of("fedavg", secure_aggregation={}, wire=INT8)),
+    (("", "wire", ""), of("feddyn", wire=INT8)),
+    (("", "wire", ""), of("creamfl", wire=INT8)),
     (("", "deployment.relay", ""), of("hfm", engine={"name": "flower"})),
     (("", "stop.max_epsilon", "a recipe without [privacy]"), of("fedavg", stop={"max_epsilon": 1.0})),
     (("", "stop.patience", "[evaluate] every = 0"), of("fedavg", stop={"patience": 2}, evaluate={"every": 0})),

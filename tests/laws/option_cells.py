@@ -20,6 +20,7 @@ from polyfed.experiment.running import checkpoint
 from polyfed.experiment.running.assembly import assemble
 from polyfed.experiment.running.events import Emitter
 from polyfed.federation.aggregation import ServerOptimiser
+from polyfed.federation.compression import Wire
 from polyfed.federation.network import Network
 from polyfed.model import ModelSpec
 from polyfed.privacy.egress.limits import Limits
@@ -35,6 +36,7 @@ SECTIONS: dict[str, type] = {
     "limits": Limits,
     "evaluate": Evaluation,
     "server": ServerOptimiser,
+    "wire": Wire,
 }
 """Sections with one class. [selection] and [algorithm] name theirs, and other laws try [attack] and [privacy]."""
 
@@ -77,6 +79,7 @@ STRIKING: dict[tuple[str, str], list[Any]] = {
     ("network", "deadline_s"): [1e-9],
     ("network", "latency_s"): [1.0],
     ("network", "stragglers"): [0.5],
+    ("wire", "compress"): ["int8", {"a": "top-k"}],
     ("limits", "min_rows"): [10**6],
     ("limits", "min_batch_size"): [10**6],
     ("limits", "min_steps"): [10**6],

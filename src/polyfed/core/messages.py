@@ -384,9 +384,7 @@ def crossings(
     for name in msg.kinds:
         real = None if rows is None else rows.get(name)
         named = _named(getattr(msg, name))
-        form.append(
-            tuple((key, _shape(t, stacked, real), t.dtype, packed.get((name, key))) for key, t in named)
-        )
+        form.append(tuple((key, _shape(t, stacked, real), t.dtype, packed.get((name, key))) for key, t in named))
     return _crossings(type(msg), tuple(form))  # type: ignore[arg-type]  # a class is hashable
 
 

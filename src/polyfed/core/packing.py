@@ -77,7 +77,7 @@ class Packing:
             return "has a code that does not exist" if bool((codes == -LEVELS - 1).any()) else ""
         if self.form == "top-k":
             places = pieces[0].to(torch.int64)
-            if not (0 <= int(places[0]) and int(places[-1]) < math.prod(shape)) or bool((places.diff() <= 0).any()):
+            if not (int(places[0]) >= 0 and int(places[-1]) < math.prod(shape)) or bool((places.diff() <= 0).any()):
                 return "names entries that do not exist, or are not in ascending order"
         return ""
 

@@ -175,9 +175,10 @@ class Compression:
             for name, base in getattr(got, source).items():
                 packing = self.wire.of(block_of(name))
                 raw = base.numel() * base.element_size()
-                if packing is not None and self._is_wide(name, base.dtype) and base.numel():
-                    if packing.size(tuple(base.shape), base.dtype) < raw:
-                        found[field, name] = Slot(packing, base, said.kind == "parameters")
+                if packing is None or not base.numel() or not self._is_wide(name, base.dtype):
+                    continue
+                if packing.size(tuple(base.shape), base.dtype) < raw:
+                    found[field, name] = Slot(packing, base, said.kind == "parameters")
         return found
 
     def sent(
@@ -216,7 +217,9 @@ class Compression:
     def packings(self, request: Request, got: Message, reply: Message) -> Packings:
         """Return how a reply that the server has read was compressed."""
         slots = self.slots(request, got)
-        return {(field, name): slots[field, name].packing for field, name, _ in tensors(reply) if (field, name) in slots}
+        return {
+            (field, name): slots[field, name].packing for field, name, _ in tensors(reply) if (field, name) in slots
+        }
 
     # what the server sends
 

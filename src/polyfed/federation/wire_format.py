@@ -172,20 +172,7 @@ def decode(
     values = _empty(expected)
     place = 0
     for field, name, dtype, shape in _entries(header, min(most, MAX_TENSORS)):
-        packing = None if unpacking is None else unpacking.packing((field, name), shape, dtype)
-        layout = ((dtype, shape),) if packing is None else packing.layout(shape, dtype)
-        pieces: list[Tensor] = []
-        for kind, sides in layout:
-            size = math.prod(sides) * kind.itemsize
-            if place + size > len(body):
-                raise BadReply(f"{field} runs past the end of the message")
-            pieces.append(_tensor(body, place, kind, sides))
-            place += size
-        value = pieces[0]
-        if packing is not None and unpacking is not None:
-            if flaw := packing.flaw(tuple(pieces), shape):
-                raise BadReply(f"{field}.{name} {flaw}")
-            value = unpacking.value((field, name), tuple(pieces), shape, dtype)
+        value, place = _read(body, place, (field, name), shape, dtype, unpacking)
         _put(values, field, name, value)
     if place != len(body):
         raise BadReply(f"holds {len(body) - place} bytes more than its header says")
@@ -196,6 +183,25 @@ def decode(
 
 
 _Entry = tuple[str, str | None, torch.dtype, tuple[int, ...]]
+
+
+def _read(
+    body: bytes, place: int, of: Place, shape: tuple[int, ...], dtype: torch.dtype, unpacking: Unpacking | None
+) -> tuple[Tensor, int]:
+    """Return a tensor that begins at a place of the body, and where it ends."""
+    packing = None if unpacking is None else unpacking.packing(of, shape, dtype)
+    pieces: list[Tensor] = []
+    for kind, sides in ((dtype, shape),) if packing is None else packing.layout(shape, dtype):
+        size = math.prod(sides) * kind.itemsize
+        if place + size > len(body):
+            raise BadReply(f"{of[0]} runs past the end of the message")
+        pieces.append(_tensor(body, place, kind, sides))
+        place += size
+    if packing is None or unpacking is None:
+        return pieces[0], place
+    if flaw := packing.flaw(tuple(pieces), shape):
+        raise BadReply(f"{of[0]}.{of[1]} {flaw}")
+    return unpacking.value(of, tuple(pieces), shape, dtype), place
 
 
 def _empty(expected: type[Message]) -> dict[str, Tensor | Tree | None]:

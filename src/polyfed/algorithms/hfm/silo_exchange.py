@@ -164,7 +164,9 @@ class Vertical(Algorithm[SiloState]):
         ),
     )
     objectives: ClassVar[tuple[type[Objective], ...]] = SUPERVISED
-    uncompressed: ClassVar[str] = "it counts the bytes of each exchange in a silo itself, and as if none were compressed"
+    uncompressed: ClassVar[str] = (
+        "it counts the bytes of each exchange in a silo itself, and as if none were compressed"
+    )
     objectives_because: ClassVar[str] = "devices of a silo exchange embeddings to compute one common output"
 
     def __post_init__(self) -> None:

@@ -123,6 +123,7 @@ class MFedMC(Averaging[UploadState]):
             both as many as MFedMC. `none`, the default, is the method of the paper.
     """
 
+    uncompressed: ClassVar[str] = "clients send encoders in answer to another message than the model that they trained"
     uploads: Annotated[int, AT_LEAST_ONE, COST] = 1
     client_share: Annotated[float, FRACTION, COST] = 0.2
     impact: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 1 / 3, 1.0)] = 1 / 3

@@ -11,12 +11,12 @@ from polyfed.algorithms import ALGORITHMS, NAMED
 from polyfed.algorithms.averaging import Averaging
 from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms.evaluate import Evaluate
+from polyfed.core.messages import OF_THE_MODEL
 from polyfed.core.problems import Conflict, Problems
 from polyfed.core.registry import name_of
 from polyfed.core.tasks import info_of, tasks_of, types_of
 from polyfed.experiment.checks.privacy_support import methods_that_honour, sent, withheld_of
 from polyfed.experiment.recipes.sections import SECTIONS
-from polyfed.core.messages import OF_THE_MODEL
 from polyfed.federation.aggregation import ServerOptimiser
 from polyfed.federation.compression import compressible
 from polyfed.federation.outliers import COMPARED

@@ -57,8 +57,8 @@ class DataOptions(TypedDict, total=False):
         model: the section [model] as a dictionary, in which `module` and `fusion` may be classes or objects, and the
             `kind` of an encoder may be a class; or a `ModelSpec`. A modality without an encoder gets one that fits.
         train: the section [train] as a dictionary. Every other section is given in the same way: `selection`, `server`,
-            `evaluate`, `egress`, `limits`, `privacy`, `secure_aggregation`, `attack`, `network`, `wire`, `checkpoint`, `stop`,
-            `tracking`, `task`, `deployment`.
+            `evaluate`, `egress`, `limits`, `privacy`, `secure_aggregation`, `attack`, `network`, `wire`, `checkpoint`,
+            `stop`, `tracking`, `task`, `deployment`.
     """
 
     labels: Any

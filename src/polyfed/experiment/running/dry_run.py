@@ -92,9 +92,7 @@ class RecordingGate(EgressGate):
     owned: int = 0
 
     @override
-    def release(
-        self, request: Request, reply: Message, *, stacked: bool, packings: Packings | None = None
-    ) -> Message:
+    def release(self, request: Request, reply: Message, *, stacked: bool, packings: Packings | None = None) -> Message:
         """Record the parts of one client's reply.
 
         Raises:

@@ -76,9 +76,7 @@ class EgressGate:
             for row in self.announcement.rows.values()
         )
 
-    def release(
-        self, request: Request, reply: Message, *, stacked: bool, packings: Packings | None = None
-    ) -> Message:
+    def release(self, request: Request, reply: Message, *, stacked: bool, packings: Packings | None = None) -> Message:
         """Check a reply and return it, with contiguous tensors, or refuse the whole reply.
 
         Args:
