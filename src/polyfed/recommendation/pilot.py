@@ -22,7 +22,7 @@ from typing import Annotated, Any, Self
 
 import tomli_w
 from pydantic import Field, TypeAdapter, with_config
-from typing_extensions import TypedDict  # noqa: UP035 - pydantic refuses those of `typing` before Python 3.12
+from typing_extensions import TypedDict
 
 from polyfed.core.errors import CheckpointError, TooFewReplies, counted
 from polyfed.core.system.files import replace_text
