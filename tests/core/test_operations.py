@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from polyfed.core.operations import SeesOperations
+from polyfed.core.system.operations import SeesOperations
 from polyfed.model.modules.seeded_modules import flops_of
 
 

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from polyfed.core.errors import TransportError
 from polyfed.engines.patience import LARGEST_ENROLMENT, Arrived, Node, PatientTransport
-from polyfed.federation.wire_format import MAX_HEADER, Packet, unframed
+from polyfed.federation.wire_format import MAX_HEADER, Packet, mapped, unframed
 from polyfed.transport.queue import ANSWERED, LATE, Bell, Queue
 
 GONE_SECONDS = 60.0
@@ -52,7 +52,7 @@ class QueueTransport(PatientTransport):
         for row in found:
             said: Packet | str = "came after its request had been closed"
             if row.state == ANSWERED:
-                said = unframed(self.queue.reply(row.id).read_bytes())
+                said = unframed(mapped(self.queue.reply(row.id)))
             if isinstance(said, Packet) and len(said.body) > limit:
                 said = f"is too large: more than {limit} bytes"
             came.append(Arrived(row.id, row.device, said))

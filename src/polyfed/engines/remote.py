@@ -232,7 +232,7 @@ class Remote(Engine):
             raise BadReply(f"answered with {str(verdict)[:40]!r}, which is no verdict")
         compression, terms = self.compression, {"limit": self.terms.limit, "most": self._most_tensors(request.reply)}
         unpacking = None if compression is None else Expected(compression.slots(request, got))
-        reply: Message = decode(answer, request.reply, **terms, unpacking=unpacking)
+        reply: Message = decode(answer, request.reply, **terms, unpacking=unpacking, shared=True)
         announcement = self.announcement(self.registry.owned(client))
         for part in crossings(reply):  # before the ledger records them, so that it holds only declared names
             if announcement.strange(request.name, part):

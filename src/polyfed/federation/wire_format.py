@@ -7,10 +7,13 @@ fields, kinds, names, types, shapes and sizes against the message class that the
 
 import json
 import math
+import mmap
 import re
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -65,12 +68,51 @@ _NO_BRACKET = re.compile(r"[^\[\]{}]+")
 assert sys.byteorder == "little", "polyfed's wire format is little-endian"
 
 
+LARGE = 2**20
+"""From this size in bytes on, a body stays in the memory of its tensors or in its file, and a tensor is not copied."""
+
+ALIGNED = 64
+"""The body of a framed packet begins at a multiple of so many bytes, so that tensors can stay in a mapped file."""
+
+
+class Chunks:
+    """The body of a large message: the memory of its tensors, one after another. Nothing is copied.
+
+    Args:
+        parts: views of bytes. Nobody may change them while the message is in use.
+    """
+
+    def __init__(self, parts: Sequence[memoryview]) -> None:
+        self.parts = parts
+
+    def __iter__(self) -> Iterator[memoryview]:
+        return iter(self.parts)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def __bytes__(self) -> bytes:
+        return b"".join(self.parts)
+
+
+Body = bytes | memoryview | Chunks
+"""The body of a packet: bytes, a view of a mapped file, or the memory of tensors."""
+
+
+def pieces(body: Body) -> Iterator[bytes | memoryview]:
+    """Yield a body piece by piece."""
+    if isinstance(body, Chunks):
+        yield from body
+    else:
+        yield body
+
+
 @dataclass(frozen=True)
 class Packet:
     """A message as it is sent: a header and a body."""
 
     header: Header
-    body: bytes = b""
+    body: Body = b""
 
 
 def header_of(text: object) -> Header | str:
@@ -97,19 +139,35 @@ def _flaw(text: str) -> str:
     return f"its header is nested {depth} levels deep, allowed are {MAX_DEPTH}" if depth > MAX_DEPTH else ""
 
 
-def framed(packet: Packet) -> bytes:
-    """Return a packet as bytes: the length of the header in four bytes, the header, and the body."""
+def frames(packet: Packet) -> Iterator[bytes | memoryview]:
+    """Yield a packet as it is written: the length of the header in four bytes, the header with blanks, the body."""
     header = json.dumps(packet.header, separators=(",", ":")).encode()
-    return b"".join((len(header).to_bytes(4, "little"), header, packet.body))
+    header += b" " * (-(len(header) + 4) % ALIGNED)
+    yield len(header).to_bytes(4, "little")
+    yield header
+    yield from pieces(packet.body)
 
 
-def unframed(content: bytes) -> Packet | str:
+def framed(packet: Packet) -> bytes:
+    """Return a packet as bytes; see `frames`."""
+    return b"".join(frames(packet))
+
+
+def mapped(path: Path) -> bytes | memoryview:
+    """Return the content of a file. A large file is mapped, so that it takes memory only where it is changed."""
+    with open(path, "rb") as file:
+        if path.stat().st_size < LARGE:
+            return file.read()
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+
+
+def unframed(content: bytes | memoryview) -> Packet | str:
     """Return the packet in some bytes that another machine sent, or the reason why they hold none."""
     size = int.from_bytes(content[:4], "little")
     if len(content) < 4 + size or size > 4 * MAX_HEADER:
         return "is no packet: its header ends after its end"
     try:
-        header = header_of(content[4 : 4 + size].decode("utf-8"))
+        header = header_of(bytes(content[4 : 4 + size]).decode("utf-8"))
     except UnicodeDecodeError:
         return "is no packet: its header is not text"
     return header if isinstance(header, str) else Packet(header, content[4 + size :])
@@ -132,14 +190,17 @@ def encode(msg: Message, packed: Pieces | None = None) -> Packet:
         msg: the message.
         packed: what is sent in place of the tensors that are compressed. The header names their type and shape.
     """
-    entries, parts = [], []
+    entries: list[list[Any]] = []
+    parts: list[memoryview] = []
     for field, name, value in tensors(msg):
         for piece in (packed or {}).get((field, name), (value,)):
             flat = piece.detach().cpu().contiguous().reshape(-1)
-            parts.append(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+            if flat.numel():
+                parts.append(memoryview(flat.view(torch.uint8).numpy()))
         entries.append([field, name, str(value.dtype).removeprefix("torch."), list(value.shape)])
     header = {"message": type(msg).__name__, "kinds": dict(msg.kinds), "tensors": entries}
-    return Packet(header, b"".join(parts))
+    body = Chunks(parts)
+    return Packet(header, body if len(body) >= LARGE else bytes(body))
 
 
 def decode(
@@ -149,6 +210,7 @@ def decode(
     limit: int,
     most: int = MAX_TENSORS,
     unpacking: Unpacking | None = None,
+    shared: bool = False,
 ) -> Any:
     """Check a packet and decode its message.
 
@@ -158,11 +220,14 @@ def decode(
         limit: largest allowed size of the body, in bytes.
         most: largest allowed number of tensors. It is checked before the first tensor is read.
         unpacking: the tensors that are compressed.
+        shared: whether large tensors stay in the memory of a mapped body. They may be aligned less than others, so
+            that a matrix product with them can round differently.
 
     Raises:
         BadReply: the packet does not hold a valid message of this class. The text gives the reason.
     """
-    header, body = packet.header, packet.body
+    header = packet.header
+    body = bytes(packet.body) if isinstance(packet.body, Chunks) else packet.body
     if len(body) > limit:
         raise BadReply(f"is too large: {len(body)} bytes, allowed are {limit}")
     if header.get("message") != expected.__name__:
@@ -172,7 +237,7 @@ def decode(
     values = _empty(expected)
     place = 0
     for field, name, dtype, shape in _entries(header, min(most, MAX_TENSORS)):
-        value, place = _read(body, place, (field, name), shape, dtype, unpacking)
+        value, place = _read(body, place, (field, name), shape, dtype, unpacking, shared=shared)
         _put(values, field, name, value)
     if place != len(body):
         raise BadReply(f"holds {len(body) - place} bytes more than its header says")
@@ -186,22 +251,29 @@ _Entry = tuple[str, str | None, torch.dtype, tuple[int, ...]]
 
 
 def _read(
-    body: bytes, place: int, of: Place, shape: tuple[int, ...], dtype: torch.dtype, unpacking: Unpacking | None
+    body: bytes | memoryview,
+    place: int,
+    of: Place,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    unpacking: Unpacking | None,
+    *,
+    shared: bool,
 ) -> tuple[Tensor, int]:
     """Return a tensor that begins at a place of the body, and where it ends."""
     packing = None if unpacking is None else unpacking.packing(of, shape, dtype)
-    pieces: list[Tensor] = []
+    found: list[Tensor] = []
     for kind, sides in ((dtype, shape),) if packing is None else packing.layout(shape, dtype):
         size = math.prod(sides) * kind.itemsize
         if place + size > len(body):
             raise BadReply(f"{of[0]} runs past the end of the message")
-        pieces.append(_tensor(body, place, kind, sides))
+        found.append(_tensor(body, place, kind, sides, shared=shared))
         place += size
     if packing is None or unpacking is None:
-        return pieces[0], place
-    if flaw := packing.flaw(tuple(pieces), shape):
+        return found[0], place
+    if flaw := packing.flaw(tuple(found), shape):
         raise BadReply(f"{of[0]}.{of[1]} {flaw}")
-    return unpacking.value(of, tuple(pieces), shape, dtype), place
+    return unpacking.value(of, tuple(found), shape, dtype), place
 
 
 def _empty(expected: type[Message]) -> dict[str, Tensor | Tree | None]:
@@ -227,15 +299,22 @@ def _entry(item: Any) -> _Entry:
     raise BadReply(f"its header has a tensor that polyfed cannot read: {str(item)[:120]}")
 
 
-def _tensor(body: bytes, place: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def _tensor(
+    body: bytes | memoryview, place: int, dtype: torch.dtype, shape: tuple[int, ...], *, shared: bool
+) -> Tensor:
     count = math.prod(shape)
+    size = count * dtype.itemsize
     if not count:
         return torch.empty(shape, dtype=dtype)
+    stays = shared and size >= LARGE and isinstance(body, memoryview) and place % dtype.itemsize == 0
+    if stays and dtype is not torch.bool:
+        return torch.frombuffer(body, dtype=dtype, count=count, offset=place).reshape(shape)
     # copy, so that the tensor does not keep the whole body alive or use read-only, unaligned memory
-    data = bytearray(body[place : place + count * dtype.itemsize])
-    if dtype is torch.bool and max(data) > 1:
+    flat = torch.empty(size, dtype=torch.uint8)
+    memoryview(flat.numpy())[:] = memoryview(body)[place : place + size]
+    if dtype is torch.bool and int(flat.max()) > 1:
         raise BadReply("holds a boolean that is neither 0 nor 1")
-    return torch.frombuffer(data, dtype=dtype, count=count).reshape(shape)
+    return flat.view(dtype).reshape(shape)
 
 
 def _put(values: dict[str, Tensor | Tree | None], field: str, name: str | None, value: Tensor) -> None:

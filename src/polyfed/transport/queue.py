@@ -16,7 +16,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 OPEN, ANSWERED, CLOSED, LATE = "open", "answered", "closed", "late"
 """The states of a request. A reply to a closed request is refused, and the request becomes late."""
@@ -42,6 +42,18 @@ CREATE TABLE IF NOT EXISTS requests (
 CREATE INDEX IF NOT EXISTS open_requests ON requests (device) WHERE state = 'open';
 CREATE TABLE IF NOT EXISTS devices (device TEXT PRIMARY KEY, online INTEGER NOT NULL);
 """
+
+
+class Pieces(Protocol):
+    """The content of a file, piece by piece, any number of times."""
+
+    def __iter__(self) -> Iterator[memoryview]: ...
+
+    def __len__(self) -> int: ...
+
+
+Content = bytes | memoryview | Pieces
+"""What a request carries: bytes, or pieces with their common length."""
 
 _bells: set[int] = set()
 
@@ -185,17 +197,21 @@ class Queue:
 
     # what the process of a run does
 
-    def keep(self, run: str, content: bytes) -> str:
+    def keep(self, run: str, content: Content) -> str:
         """Write what requests of a run carry to a file, unless it is there, and return its SHA-256."""
-        digest = hashlib.sha256(content).hexdigest()
+        total, pieces = hashlib.sha256(), [content] if isinstance(content, bytes | memoryview) else content
+        for piece in pieces:
+            total.update(piece)
+        digest = total.hexdigest()
         path = self.file(run, digest)
         if not path.exists():
             draft = path.with_suffix(".draft")
-            draft.write_bytes(content)
+            with open(draft, "wb") as file:
+                file.writelines(pieces)
             draft.rename(path)
         return digest
 
-    def add(self, run: str, packets: Sequence[tuple[str, str, bytes]], app: str, most: int) -> list[str]:
+    def add(self, run: str, packets: Sequence[tuple[str, str, Content]], app: str, most: int) -> list[str]:
         """Add requests of a run, and return their names.
 
         Args:

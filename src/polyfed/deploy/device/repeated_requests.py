@@ -39,7 +39,7 @@ from polyfed.experiment.running.checkpoint import sha256_of
 from polyfed.experiment.running.warm_start import copy_in
 from polyfed.federation.secure_aggregation.messages import PublicKeys, RevealedShares
 from polyfed.federation.secure_aggregation.state import SECRETS
-from polyfed.federation.wire_format import Packet
+from polyfed.federation.wire_format import Packet, pieces
 from polyfed.privacy.egress.requirements import Release
 
 _OF = "run = ? AND client = ?"
@@ -210,7 +210,10 @@ def digest_of_use(request: Request, local: Tree, packet: Packet, conditions: str
         entries["request_id"] = {name: value for name, value in request_id.items() if name not in CHANGING}
     facts = (request.name, request.round, request.rounds, request.number, request.seed, request.turn, digest(local))
     header = json.dumps((facts, conditions, entries)).encode()
-    return hashlib.sha256(hashlib.sha256(header).digest() + packet.body).hexdigest()
+    total = hashlib.sha256(hashlib.sha256(header).digest())
+    for piece in pieces(packet.body):
+        total.update(piece)
+    return total.hexdigest()
 
 
 def _name_of_seeds(secrets: Tree) -> str:

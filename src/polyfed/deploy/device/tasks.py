@@ -24,7 +24,7 @@ from polyfed.deploy.faults import log_problem
 from polyfed.deploy.handlers import Deployed
 from polyfed.engines.protocol import FAILED, RequestId, reason
 from polyfed.experiment.running.warm_start import APP_COPY
-from polyfed.federation.wire_format import Packet, framed, header_of
+from polyfed.federation.wire_format import Packet, frames, header_of, mapped
 
 HEADER, BODY, REPLY = "header", "body", "reply"
 """The files in the folder of a task."""
@@ -160,13 +160,14 @@ def answer(task: Mapping[str, Any]) -> dict[str, Any]:
     elif task.get("refusal"):
         reply = reason(FAILED, _request_id(header), f"client {task['config'].get('client')}: {task['refusal']}")
     else:
-        packet = Packet(header, body.read_bytes() if body.exists() else b"")
+        packet = Packet(header, mapped(body) if body.exists() else b"")
         try:
             reply = Deployed(unpacked(Path(task["app"]), folder))(packet, task["config"])
         except BadReply as error:
             reply = reason(FAILED, _request_id(header), f"the message {error}")
     draft = folder / f"{REPLY}.draft"
-    draft.write_bytes(framed(reply))
+    with open(draft, "wb") as file:
+        file.writelines(frames(reply))
     draft.rename(folder / REPLY)
     return {"verdict": str(reply.header.get("verdict")), "bytes_up": len(reply.body)}
 

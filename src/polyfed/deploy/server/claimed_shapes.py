@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from polyfed.core.errors import BadReply, ModelError
-from polyfed.core.operations import SeesOperations
+from polyfed.core.system.operations import SeesOperations
 from polyfed.experiment.checks.check import MEGABYTE
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.model.encoders.catalogue import Custom

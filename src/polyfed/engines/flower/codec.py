@@ -16,8 +16,8 @@ HEADER, BODY, STYPE = "polyfed", "body", "polyfed.bytes"
 def records(packet: Packet) -> RecordDict:
     """Encode a packet as Flower's records."""
     content = RecordDict({HEADER: ConfigRecord({"header": json.dumps(packet.header, separators=(",", ":"))})})
-    if packet.body:
-        array = Array(dtype="uint8", shape=(len(packet.body),), stype=STYPE, data=packet.body)
+    if body := bytes(packet.body):
+        array = Array(dtype="uint8", shape=(len(body),), stype=STYPE, data=body)
         content[BODY] = ArrayRecord({BODY: array})
     return content
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from polyfed.core import keys
-from polyfed.core.operations import SeesOperations
+from polyfed.core.system.operations import SeesOperations
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -20,7 +20,8 @@ def _digest(msg: Message, part: Crossing) -> str:
     total = hashlib.sha256()
     for name, tensor in sorted(_tensors(msg, part), key=lambda pair: pair[0]):
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-        total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        total.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")
     return total.hexdigest()
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from polyfed.core.operations import SeesOperations
+from polyfed.core.system.operations import SeesOperations
 
 
 class Form(NamedTuple):
