@@ -81,9 +81,9 @@ class OwnFederation:
         self.recipe.write_text(recipe or RECIPE.format(rounds=rounds))
         self.app, made = write_app(self.recipe, folder / "app"), load_recipe(self.recipe)
         self.places, self.credentials = write_nodes(made, folder), folder / "credentials"
-        write_credentials(self.credentials, len(self.places))
+        write_credentials(self.credentials, len(self.places), [self.address])
         (self.port,) = free_ports(1)
-        head = f'server = "127.0.0.1:{self.port}"\nca = "{self.credentials}/ca.pem"\n'
+        head = f'server = "{self.address}:{self.port}"\nca = "{self.credentials}/ca.pem"\n'
         tables = [self._table(number, place) + more(number) + "\n" for number, place in enumerate(self.places)]
         self.files = (
             {"devices": head + "".join(tables)}
@@ -92,6 +92,12 @@ class OwnFederation:
         )
         for name, text in self.files.items():
             (folder / f"{name}.toml").write_text(text)
+
+    address = "127.0.0.1"
+
+    def inside(self, name: str) -> list[str]:
+        """The words before a command, such as those that run it in a network namespace."""
+        return []
 
     def _table(self, number: int, place: Path) -> str:
         with np.load(place / "data.npz", allow_pickle=False) as arrays:
@@ -104,13 +110,13 @@ class OwnFederation:
     def start(self, name: str) -> "subprocess.Popen[bytes]":
         """Start `server`, `run` or the process of a device."""
         words = {
-            "server": ["server", "credentials", "--host", "127.0.0.1", "--port", str(self.port)],
+            "server": ["server", "credentials", "--host", self.address, "--port", str(self.port)],
             "run": ["submit", "app", "--credentials", "credentials"],
         }.get(name, ["device", f"{name}.toml"])
         source = str(Path(polyfed.__file__).parents[1])
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                [sys.executable, "-P", "-m", "polyfed", *words],
+                [*self.inside(name), sys.executable, "-P", "-m", "polyfed", *words],
                 stdout=log,
                 stderr=log,
                 cwd=self.folder,

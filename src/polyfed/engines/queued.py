@@ -2,8 +2,10 @@
 
 import json
 import secrets
+import sqlite3
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -38,9 +40,10 @@ class QueueTransport(PatientTransport):
     @override
     def push(self, packets: Sequence[tuple[Node, Packet]], seconds: float, *, enrols: bool) -> list[str]:
         most = (LARGEST_ENROLMENT if enrols else self.limit) + 4 + MAX_HEADER
-        app = self.queue.keep(self.identity, self.app)  # again if it was deleted, because nobody needed it
         texts = [(str(node), json.dumps(one.header, separators=(",", ":")), one.body) for node, one in packets]
-        return self.queue.add(self.identity, texts, app, most) if texts else []
+        with self._written():
+            app = self.queue.keep(self.identity, self.app)  # again if it was deleted, because nobody needed it
+            return self.queue.add(self.identity, texts, app, most) if texts else []
 
     @override
     def pull(self, identities: Sequence[str], limit: int) -> list[Arrived]:
@@ -57,13 +60,15 @@ class QueueTransport(PatientTransport):
                 said = f"is too large: more than {limit} bytes"
             came.append(Arrived(row.id, row.device, said))
         if found:
-            self.queue.forget([row.id for row in found])
+            with self._written():
+                self.queue.forget([row.id for row in found])
         return came
 
     @override
     def close(self, identities: Collection[str]) -> None:
         if identities:
-            self.queue.shut(self.identity, identities)
+            with self._written():
+                self.queue.shut(self.identity, identities)
 
     @override
     def online(self) -> list[Node]:
@@ -83,6 +88,21 @@ class QueueTransport(PatientTransport):
     @override
     def rest(self, seconds: float) -> None:
         self._bell.wait(seconds)
+
+    @contextmanager
+    def _written(self) -> Iterator[None]:
+        """Turn an error of the disk into a sentence.
+
+        Raises:
+            TransportError: the queue cannot be written.
+        """
+        try:
+            yield
+        except (OSError, sqlite3.Error) as error:
+            why = f"the queue in {self.queue.folder} cannot be written: {error}"
+            raise TransportError(
+                f"{why}. Make room, and call the same command again, which continues the run"
+            ) from None
 
     def end(self) -> None:
         """End all requests of this run."""

@@ -3,6 +3,7 @@
 It uses the standard library, because a device that waits should need little memory.
 """
 
+import errno
 import hashlib
 import http.client
 import json
@@ -11,11 +12,11 @@ import socket
 import ssl
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
 from polyfed.core.errors import BadReply, RecipeError, TransportError
@@ -30,6 +31,13 @@ LONGEST_WAIT = 45.0
 
 PIECE = 2**23
 """Size in bytes of the pieces in which a reply is sent."""
+
+BLOCK = 2**16
+"""Size in bytes of the blocks of a piece. `SECONDS` count for each of them, so that a slow link is not a silent one."""
+
+UNSENT = 2**18
+"""Most bytes that wait in the kernel (which takes twice as many). On a slow link, more would still be on their way when
+the answer is given up. They bound the rate to 20 Mbit/s if a round trip takes 200 ms."""
 
 LARGEST_ANSWER = 2**23
 """Largest size in bytes of an answer that is not written to a file. The header of a request has at most 4 MiB."""
@@ -50,7 +58,13 @@ REFUSED = (
     "the server refused the key of this device. Ask the server's operator to put this device's public key (*.pub) into "
     "the credentials folder; the server reads it within seconds"
 )
+WHY = {503: "the server cannot take it now", 507: "the disk of the server is full"}
+"""What some answers mean after which a call is repeated."""
+
 REPLACED = "another process with the key of this device has logged in to the server, so this one ends. End one of them"
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""The errors of a full disk."""
+
 TAKEN, CLOSED, TOO_LARGE = "taken", "closed", "too large"
 """What becomes of a reply: the server has it, nobody waits for it, or the server takes none of this size."""
 
@@ -58,6 +72,30 @@ UNKNOWN_SERVER = (
     "the certificate of the server does not fit {ca}: {error}. If the server has a new authority, this device needs "
     "the new ca.pem"
 )
+
+
+class Piece:
+    """A piece of a file, as the body of a call, which may be made several times.
+
+    Args:
+        file: the file.
+        offset: where the piece begins.
+        size: its size in bytes, at most.
+    """
+
+    def __init__(self, file: BinaryIO, offset: int, size: int = PIECE) -> None:
+        self.file, self.offset = file, offset
+        self.size = max(min(size, file.seek(0, 2) - offset), 0)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[bytes]:
+        self.file.seek(self.offset)
+        left = self.size
+        while block := self.file.read(min(left, BLOCK)):
+            left -= len(block)
+            yield block
 
 
 class Connection:
@@ -111,7 +149,7 @@ class Connection:
             Whether the file is complete; not so if nobody waits for the request any more.
 
         Raises:
-            BadReply: the part has another digest, or the server sends something else.
+            BadReply: the part has another digest, the server sends something else, or the disk of this device is full.
         """
         while (before := _size(path)) < size:
             status, _ = self._call("GET", f"/v1/requests/{request}/{part}", to=path, most=size)
@@ -138,9 +176,8 @@ class Connection:
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             while stalls < MOST_STALLS:
-                file.seek(offset)
                 words = f"/v1/replies/{request}?offset={offset}&size={size}&sha256={digest}"
-                status, told = self._call("PUT", words, body=file.read(PIECE), again=False)
+                status, told = self._call("PUT", words, body=Piece(file, offset), again=False)
                 if not status:  # the connection broke, and with it perhaps the answer
                     status, told = self._call("GET", f"/v1/requests/{request}")
                     if told.get("answered") is True:
@@ -240,7 +277,7 @@ class Connection:
         method: str,
         path: str,
         *,
-        body: bytes | None = None,
+        body: bytes | Piece | None = None,
         to: Path | None = None,
         most: int = LARGEST_ANSWER,
         patient: bool = False,
@@ -256,6 +293,8 @@ class Connection:
         headers = {"authorization": f"Bearer {self._token}"} if self._token else {}
         if to is not None and (have := _size(to)):
             headers["range"] = f"bytes={have}-"
+        if body is not None:
+            headers["content-length"] = str(len(body))
         way.request(method, path, body=body, headers=headers)
         answer = way.getresponse()
         self.contact = time.monotonic()
@@ -268,7 +307,7 @@ class Connection:
         if answer.will_close:
             self.close()
         if answer.status != 200:
-            return answer.status, {"error": f"status {answer.status}"}
+            return answer.status, {"error": WHY.get(answer.status, f"status {answer.status}")}
         try:
             told = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -280,6 +319,7 @@ class Connection:
             self._way = self._new()
             self._way.connect()
             self._way.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._way.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNSENT)
         self._way.sock.settimeout(seconds)
         return self._way
 
@@ -301,12 +341,20 @@ def _write(answer: http.client.HTTPResponse, path: Path, most: int, more: bool) 
 
     Raises:
         OSError: the answer is longer.
+        BadReply: the disk is full. The server offers the request again.
     """
     with open(path, "ab" if more else "wb", opener=without_links) as file:
         while piece := answer.read(min(2**20, most - file.tell() + 1)):
             if file.tell() + len(piece) > most:
                 raise OSError("the server sends more bytes than it said")
-            file.write(piece)
+            try:
+                file.write(piece)
+                file.flush()
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                why = f"does not fit the disk of this device ({error.strerror}). Make room; it is fetched again"
+                raise BadReply(why) from None
 
 
 def _checked(told: Any) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from typing_extensions import override
 from polyfed.core.errors import RecipeError
 from polyfed.core.system.json_and_toml import parse_json
 from polyfed.core.system.log_lines import LogLines, logger_of
+from polyfed.transport.connection import FULL
 from polyfed.transport.logins import Keys, Logins
 from polyfed.transport.queue import ANSWERED, OPEN, REQUEST, SERVER, Bell, Queue, Waiting
 from polyfed.transport.web import Chain, Listener, Peer, public_config, refuse
@@ -117,8 +118,9 @@ class Hub:
             await refuse(send, error.status_code, error.detail)
         except (OSError, sqlite3.Error, RuntimeError) as error:  # a full disk, a file that is gone; devices try again
             LOGGER.warning("a call failed: %s", error)
+            full = isinstance(error, OSError) and error.errno in FULL
             with suppress(RuntimeError):  # the answer has begun
-                await refuse(send, 503, "the server cannot do this now")
+                await refuse(send, 507 if full else 503, "the server cannot do this now")
         except ClientDisconnect:
             pass
 

@@ -1,0 +1,139 @@
+"""Rough links: a proxy that cuts, holds or slows a connection, and a line between two network namespaces that loses
+packets. Kernels without `netem` have the second one too, as the packets pass through this process (TUN)."""
+
+import fcntl
+import heapq
+import os
+import random
+import select
+import socket
+import struct
+import subprocess
+import time
+from contextlib import suppress
+from threading import Thread
+
+
+class Proxy:
+    """A TCP proxy to a port of this machine.
+
+    Attributes:
+        passed: bytes that have passed, by direction: `up` to the server, `down` to the device.
+        cut_after: for a direction, the next connection on which so many bytes have passed is cut.
+        held: nothing passes, and no connection ends, as when a line is dead.
+        rate: bytes a second, in each direction.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.target, self.passed = port, {"up": 0, "down": 0}
+        self.cut_after: dict[str, int] = {}
+        self.held, self.rate, self.cuts, self.ended = False, 0.0, 0, False
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)  # so that little is on its way
+        self.port = self.listener.getsockname()[1]
+        Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = self.listener.accept()
+                far = socket.create_connection(("127.0.0.1", self.target))
+                for way, one, other in (("up", near, far), ("down", far, near)):
+                    Thread(target=self._pump, args=(way, one, other), daemon=True).start()
+
+    def _pump(self, way: str, one: socket.socket, other: socket.socket) -> None:
+        count = 0
+        with suppress(OSError):
+            while data := one.recv(2**14):
+                while self.held and not self.ended:
+                    time.sleep(0.01)
+                if self.rate:
+                    time.sleep(len(data) / self.rate)
+                other.sendall(data)
+                count += len(data)
+                self.passed[way] += len(data)
+                if way in self.cut_after and count >= self.cut_after[way]:
+                    del self.cut_after[way]
+                    self.cuts += 1
+                    break
+        for sock in (one, other):
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+
+    def close(self) -> None:
+        self.ended = True
+        self.listener.close()
+
+
+class Line:
+    """A line between two network namespaces, `server` and `device`.
+
+    Args:
+        loss: share of the packets that get lost, in each direction.
+        delay: seconds that a packet takes.
+        rate: bytes a second, in each direction; 0 for any number.
+
+    Attributes:
+        down: whether the line is cut.
+    """
+
+    SIDES = ("server", "device")
+
+    def __init__(self, loss: float = 0.0, delay: float = 0.0, rate: float = 0.0) -> None:
+        self.loss, self.delay, self.rate = loss, delay, rate
+        self.down = self.ended = False
+        self.mark, self.lost, self.carried = f"pr{os.getpid() % 100_000}", 0, 0
+        self.ends: list[int] = []
+        self.addresses = {side: f"10.118.0.{number}" for number, side in enumerate(self.SIDES, 1)}
+
+    def space(self, side: str) -> str:
+        return f"{self.mark}-{side}"
+
+    def up(self) -> None:
+        for number, side in enumerate(self.SIDES):
+            space, name = self.space(side), f"{self.mark}t{number}"
+            ip("netns", "add", space)
+            ip("-n", space, "link", "set", "lo", "up")
+            end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+            self.ends.append(end)
+            fcntl.ioctl(end, 0x400454CA, struct.pack("16sH22s", name.encode(), 0x1001, b""))  # TUNSETIFF, IFF_TUN
+            ip("link", "set", name, "netns", space)
+            ip("-n", space, "addr", "add", f"{self.addresses[side]}/24", "dev", name)
+            ip("-n", space, "link", "set", name, "up")
+        self.thread = Thread(target=self._carry, daemon=True)
+        self.thread.start()
+
+    def _carry(self) -> None:
+        chance, waiting = random.Random(1), list[tuple[float, int, int, bytes]]()
+        free = dict.fromkeys(self.ends, 0.0)
+        while not self.ended:
+            wait = max(0.0, waiting[0][0] - time.monotonic()) if waiting else 0.2
+            for end in select.select(self.ends, [], [], min(wait, 0.2))[0]:
+                with suppress(OSError):
+                    packet, now = os.read(end, 2**16), time.monotonic()
+                    other = self.ends[1 - self.ends.index(end)]
+                    free[other] = max(free[other], now)
+                    if self.down or chance.random() < self.loss or free[other] - now > 1.0:  # the queue is full
+                        self.lost += 1
+                        continue
+                    free[other] += len(packet) / self.rate if self.rate else 0.0
+                    self.carried += 1
+                    heapq.heappush(waiting, (free[other] + self.delay, self.carried, other, packet))
+            while waiting and waiting[0][0] <= time.monotonic():
+                _, _, other, packet = heapq.heappop(waiting)
+                with suppress(OSError):
+                    os.write(other, packet)
+
+    def close(self) -> None:
+        self.ended = True
+        if hasattr(self, "thread"):
+            self.thread.join(5)
+        for end in self.ends:
+            os.close(end)
+        for side in self.SIDES:
+            subprocess.run(["ip", "netns", "del", self.space(side)], capture_output=True, check=False)
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
