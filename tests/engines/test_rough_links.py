@@ -290,5 +290,5 @@ def test_replies_to_a_large_request_stay_on_disk_until_they_are_used(tmp_path: P
         (tmp_path / f"{client}").unlink()
     assert anonymous() - before < 0.2 * 4 * size
     mean = Replies(list(stacked(found))).mean("params", dict.fromkeys(range(4), 1.0))
-    assert anonymous() - before < 1.3 * 4 * size, "only the mean is in memory"
+    assert anonymous() - before < 2.2 * 4 * size, "only the mean is in memory, and one tensor of a reply"
     assert torch.equal(mean["shared.w"], model["shared.w"])
