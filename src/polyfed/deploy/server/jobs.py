@@ -139,7 +139,7 @@ class Jobs:
             self.folder.mkdir(mode=0o700, exist_ok=True)
             self.folder.chmod(0o700)  # it may come from a copy
         except PermissionError:
-            why = "only the user of the server sees and changes its jobs. Call polyfed as that user (sudo -u USER polyfed ...)"
+            why = "only the user of the server sees and changes its jobs. Call polyfed as that user (sudo -u USER)"
             raise RecipeError(f"{self.folder}: {why}") from None
 
     def place(self, number: int) -> Path:
