@@ -17,7 +17,8 @@ from engines.test_jobs import Records, until
 from engines.test_own_modes import method
 from polyfed.core.errors import RecipeError
 from polyfed.deploy.device import tasks
-from polyfed.deploy.server.jobs import CANCELLED, RECORD, RUNNING, WAITING, Jobs, work
+from polyfed.deploy.server.job_process import work
+from polyfed.deploy.server.jobs import CANCELLED, RECORD, RUNNING, WAITING, Jobs
 from polyfed.deploy.server.queued_run import enqueue
 from polyfed.deploy.server.run_log import STATUS_FOLDER
 

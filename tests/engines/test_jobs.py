@@ -28,7 +28,9 @@ from polyfed.core.errors import CheckpointError, RecipeError, TooFewReplies
 from polyfed.core.system.files import ROUNDS
 from polyfed.deploy.app_folder import write_app
 from polyfed.deploy.credentials import write_credentials
+from polyfed.deploy.server import job_process
 from polyfed.deploy.server import jobs as jobs_of
+from polyfed.deploy.server.job_process import work
 from polyfed.deploy.server.jobs import (
     CANCELLED,
     COPY,
@@ -42,7 +44,6 @@ from polyfed.deploy.server.jobs import (
     Job,
     Jobs,
     Supervisor,
-    work,
 )
 from polyfed.deploy.server.queued_run import enqueue
 from polyfed.deploy.server.run_log import STATUS_FOLDER
@@ -53,7 +54,7 @@ __all__ = ["begun"]
 RUN = """
 import sys, time
 from pathlib import Path
-from polyfed.deploy.server import jobs
+from polyfed.deploy.server import job_process, jobs
 
 def run(records, job):
     with open(records.folder.parent / "order", "a") as log:
@@ -63,8 +64,8 @@ def run(records, job):
         time.sleep(0.02)
     return {"state": jobs.FINISHED}
 
-jobs._run, jobs.LOOK_SECONDS = run, 0.05
-jobs.work(jobs.Jobs(Path(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3]))
+job_process._run, job_process.LOOK_SECONDS = run, 0.05
+job_process.work(jobs.Jobs(Path(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3]))
 """
 
 
@@ -227,12 +228,12 @@ def test_a_late_process_of_an_earlier_start_does_nothing(records: Records) -> No
 def test_too_few_devices_are_waited_for_as_long_as_the_job_says(records: Records) -> None:
     job = records.put(wait=60.0)
     error = TooFewReplies("0 of 3 clients enrolled")
-    first = jobs_of._tried(job, error)
+    first = job_process._tried(job, error)
     assert first["state"] == WAITING
     assert first["at"] > time.time() + 20, "others have their turn"
     late = records.change(1, WAITING, failing=time.time() - 61)
     assert late is not None
-    last = jobs_of._tried(late, error)
+    last = job_process._tried(late, error)
     assert (last["state"], last["exit_code"]) == (FAILED, 4)
     assert "0 of 3 clients enrolled. It was tried" in last["reason"]
 

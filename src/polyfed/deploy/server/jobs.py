@@ -5,8 +5,8 @@ log, and `job.json`, the record that says how the job stands. Whoever changes th
 whoever runs the job locks its folder, so everybody knows at once whether its process lives. An order (pause, resume,
 cancel) is a change of the record, which the process of the job obeys by itself, also if no server runs.
 
-`python -m polyfed.deploy.server.jobs CREDENTIALS NUMBER START` is the process of a job. It continues its run from the
-last checkpoint. Neither the supervisor nor this file imports PyTorch; only that process does, when it begins to run.
+The process of a job is `polyfed.deploy.server.job_process`, which continues its run from the last checkpoint. The
+supervisor lives in the process of `polyfed server`, and so imports no PyTorch.
 """
 
 import getpass
@@ -17,18 +17,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-from polyfed.core.errors import CheckpointError, PolyfedError, RecipeError, TooFewReplies, TransportError, command
+from polyfed.core.errors import CheckpointError, PolyfedError, RecipeError, command
 from polyfed.core.system.files import ROUNDS, replace_text, sync
 from polyfed.core.system.json_and_toml import parse_json
 from polyfed.core.system.log_lines import logger_of
-from polyfed.core.system.stop_signals import handling, interrupt
 from polyfed.deploy.server.run_log import RUNS, read_status
 from polyfed.experiment.running.lock import LOCK, alone_in, is_locked
 
@@ -52,11 +51,10 @@ ORDERS = {
 }
 """Order -> the state that follows, and those in which it is possible."""
 
+PROCESS = "polyfed.deploy.server.job_process"
+
 WAIT_HOURS = 1.0
 """For so long a job that too few devices answer is tried again, unless it says otherwise."""
-
-AGAIN_SECONDS = 30.0
-"""Pause before such a job is tried again, in which the next one has its turn."""
 
 KILLS = 3
 """A job whose process was killed so often without finishing a round in between has failed."""
@@ -258,7 +256,7 @@ class Jobs:
         """
         status = read_status(self.credentials / RUNS / job.run) if job.run else None
         known = {"enrolled": 0, "wanted": 0, "reasons": {}}
-        return {**asdict(job), **_done(Path(job.out)), **{key: (status or known).get(key) for key in known}}
+        return {**asdict(job), **rounds_done(Path(job.out)), **{key: (status or known).get(key) for key in known}}
 
     def _numbers(self) -> list[int]:
         found = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
@@ -284,7 +282,7 @@ def _user() -> str:
         return str(os.getuid())
 
 
-def _done(out: Path) -> dict[str, Any]:
+def rounds_done(out: Path) -> dict[str, Any]:
     """Return how far a run is, from the rows of its rounds. A row that is being written does not count."""
     told: dict[str, Any] = {"round": 0, "bytes_up": 0, "bytes_down": 0, "missing": 0, "epsilon": None}
     try:
@@ -314,7 +312,7 @@ class Supervisor:
 
     def __init__(self, jobs: Jobs, most: int, words: Sequence[str] = ()) -> None:
         self.jobs, self.most, self.stop = jobs, most, Event()
-        self.words = [*(words or [sys.executable, "-P", "-m", __name__, str(jobs.credentials)])]
+        self.words = [*(words or [sys.executable, "-P", "-m", PROCESS, str(jobs.credentials)])]
         self.children: dict[int, subprocess.Popen[bytes]] = {}
         self._told: set[int] = set()
 
@@ -357,7 +355,7 @@ class Supervisor:
             self.jobs.tidy()
 
     def _start(self, job: Job) -> None:
-        begun = _done(Path(job.out))["round"]
+        begun = rounds_done(Path(job.out))["round"]
         told = self.jobs.change(job.id, WAITING, state=RUNNING, starts=job.starts + 1, begun_at=begun)
         if told is None:  # somebody has paused it meanwhile
             return
@@ -370,7 +368,7 @@ class Supervisor:
 
     def _died(self, job: Job, *, killed: bool) -> None:
         """Note that the process of a job has ended without a word: of an earlier server, unless it was `killed`."""
-        round = _done(Path(job.out))["round"]
+        round = rounds_done(Path(job.out))["round"]
         kills = (0 if round > job.begun_at else job.kills) + killed
         if kills < KILLS:
             self.jobs.change(job.id, RUNNING, state=WAITING, kills=kills)
@@ -400,76 +398,3 @@ def supervised(jobs: Jobs, most: int) -> Iterator[None]:
     finally:
         supervisor.stop.set()
         thread.join()
-
-
-def work(jobs: Jobs, number: int, start: int) -> None:
-    """Run a job in this process to its end, unless the record says otherwise, and note in the record how it ended.
-
-    Args:
-        start: the count of its starts, which tells this process from an earlier or later one.
-    """
-    busy = alone_in(jobs.place(number), "another process works on this job", "Wait for it", seconds=5.0)
-    ended = Event()
-    with handling(interrupt, signal.SIGTERM), busy:
-        try:
-            if not _is_mine(jobs, number, start):
-                return
-            Thread(target=_obey, args=(jobs, number, start, ended), daemon=True).start()
-            changes = _run(jobs, jobs.get(number))
-        except KeyboardInterrupt:  # an order, or the server ends
-            changes = {"state": WAITING}
-        ended.set()
-        jobs.change(number, RUNNING, **changes)
-
-
-def _run(jobs: Jobs, job: Job) -> Mapping[str, Any]:
-    """Run a job, and return the changes of its record."""
-    from polyfed.deploy.server.queued_run import run_here  # only here, as it imports PyTorch
-
-    app, changes = jobs.place(job.id) / COPY, {"out": job.out, "data": job.data}
-    try:
-        run_here(app, jobs.credentials, changes, lambda run: jobs.change(job.id, RUNNING, run=run))
-    except (TooFewReplies, TransportError) as error:
-        return _tried(job, error)
-    except PolyfedError as error:
-        return {"state": FAILED, "reason": str(error), "exit_code": error.exit_code}
-    except Exception as error:
-        LOGGER.exception("job %d was ended by a fault", job.id)
-        why = f"{type(error).__name__}: {error}; its log has the traceback"
-        return {"state": FAILED, "reason": why, "exit_code": 1}
-    return {"state": FINISHED, "reason": "", "exit_code": 0, "failing": 0.0, "kills": 0}
-
-
-def _tried(job: Job, error: PolyfedError) -> Mapping[str, Any]:
-    """Return the changes of the record after a try in which too few devices, or no server, answered."""
-    now, exit_code = time.time(), error.exit_code
-    failing = job.failing if job.failing and _done(Path(job.out))["round"] <= job.begun_at else now
-    if now - failing >= job.wait:
-        why = f"{error}. It was tried for {job.wait / 3600:g} hours (--wait); `polyfed jobs ... resume` tries again"
-        return {"state": FAILED, "reason": why, "exit_code": exit_code}
-    again = {"at": now + AGAIN_SECONDS, "failing": failing}
-    return {"state": WAITING, "reason": f"tries again: {error}", "exit_code": exit_code, **again}
-
-
-def _is_mine(jobs: Jobs, number: int, start: int) -> bool:
-    job = jobs.get(number)
-    return (job.state, job.starts) == (RUNNING, start)
-
-
-def _obey(jobs: Jobs, number: int, start: int, ended: Event) -> None:
-    """End this process as soon as the record does not say any more that it runs."""
-    while not ended.wait(LOOK_SECONDS):
-        try:
-            if _is_mine(jobs, number, start):
-                continue
-        except (OSError, CheckpointError):  # the disk may be away for a moment
-            continue
-        except RecipeError:  # somebody has removed the folder
-            LOGGER.warning("the folder of job %d is gone", number)
-        os.kill(os.getpid(), signal.SIGTERM)
-        if not ended.wait(END_SECONDS):
-            os._exit(1)  # a kill at any moment loses nothing but the round
-
-
-if __name__ == "__main__":
-    work(Jobs(Path(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3]))
