@@ -78,7 +78,9 @@ class Records(Jobs):
 
     def put(self, **more: Any) -> Job:
         out = str(self.credentials / f"run-{len(self.all()) + 1}")
-        return self.add([], **{"name": "toy", "rounds": 2, "out": out, "data": "", "wait": 3600.0} | more)
+        return self.add(
+            [], **{"name": "toy", "purpose": "", "rounds": 2, "out": out, "data": "", "wait": 3600.0} | more
+        )
 
     def let_end(self, number: int) -> None:
         (self.credentials / f"run-{number}.end").touch()
@@ -340,7 +342,7 @@ def test_the_commands(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPat
 @pytest.mark.timeout(900)
 def test_jobs_survive_kills_of_the_server_and_of_their_process(begun: Callable[..., OwnFederation]) -> None:
     """The server is killed, then the process of the job, and a second job follows the first."""
-    federation = begun(12)
+    federation = begun(40)
     submit = [sys.executable, "-P", "-m", "polyfed", "submit", "app", "--credentials", "credentials", "--queue"]
     for out in ("app/run", "second"):
         subprocess.run([*submit, "--out", out], cwd=federation.folder, check=True, capture_output=True)

@@ -3,11 +3,13 @@
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from polyfed.algorithms.evaluate import Evaluate
 from polyfed.core.errors import BadReply, EgressError, NotAllowed, PolyfedError
 from polyfed.core.registry import only
 from polyfed.core.system.files import PUBLIC_KEY
@@ -45,6 +47,7 @@ from polyfed.privacy.egress.audit_log import AuditLog
 from polyfed.privacy.egress.ledger import NO_RUN, Ledger
 from polyfed.privacy.egress.limits import NO_LIMITS, Limits
 from polyfed.privacy.egress.policy import Policy
+from polyfed.privacy.egress.purposes import ANY, Terms
 from polyfed.privacy.egress.requirements import NO_REQUIREMENTS, Requirements
 
 MEGABYTE = 2**20
@@ -143,6 +146,7 @@ class Deployed:
         with blamed("its policy file is not valid"):
             policy, limits = policy_on(node, recipe, node.held), node.rules.limits.stricter(recipe.limits)
             required = node.rules.required
+        terms = _terms_of(recipe, node, enrols=enrols)
         with blamed("its limits cannot be compared with the recipe"):
             _refuse_unmet(unfit_options(limits, recipe), node.client)
         with blamed("its requirements cannot be compared with the recipe"):
@@ -165,7 +169,7 @@ class Deployed:
             with blamed("its audit log cannot be written"):
                 if AuditLog(node.folder).prepare():
                     log(f"made the key of the audit log; keep a copy of {node.folder / PUBLIC_KEY} elsewhere")
-            answer = enrolment(population, policy, node.client, limits, task_of(recipe))
+            answer = enrolment(population, policy, node.client, limits, task_of(recipe), evaluated=terms.evaluation)
             with blamed("its audit log cannot be written"):
                 _book_enrolment(answer, node, population)
             return answer
@@ -182,6 +186,8 @@ class Deployed:
                 required=required,
                 conditions=conditions,
                 app=self.recipe_path.parent,
+                purpose=recipe.deployment.purpose,
+                terms=terms,
             )
             _refuse_unmet(unmet_by_model(required, recipe, runtime.engine.model, runtime.engine.initial), node.client)
         with blamed("a task failed"):
@@ -205,6 +211,21 @@ def _folder_in(config: Mapping[str, Any]) -> Path | None:
     except PolyfedError:
         return None
     return node.folder
+
+
+def _terms_of(recipe: Recipe, node: NodeConfig, *, enrols: bool) -> Terms:
+    """Return what the device allows now for the purpose of a recipe.
+
+    Raises:
+        EgressError: the device does not take part for this purpose, or does not enrol in a run of this kind.
+    """
+    purpose, purposes = recipe.deployment.purpose, node.rules.purposes
+    evaluates = isinstance(recipe.algorithm, Evaluate) if enrols else None
+    why = purposes.refusal(purpose, datetime.now(UTC), evaluates)
+    _refuse_unmet([why] if why else [], node.client)
+    terms = purposes.terms(purpose)
+    assert terms is not None, "it was refused"
+    return terms
 
 
 def _refuse_unmet(reasons: Iterable[str], client: int) -> None:
@@ -237,6 +258,8 @@ def runtime_of(
     required: Requirements = NO_REQUIREMENTS,
     conditions: str = "",
     app: Path | None = None,
+    purpose: str | None = None,
+    terms: Terms = ANY,
 ) -> ClientRuntime:
     """Build the runtime of one device, or of all clients of a simulation.
 
@@ -251,6 +274,8 @@ def runtime_of(
         required: the protection that a device demands.
         conditions: see `ClientRuntime`.
         app: the folder of the recipe's app, which may hold the values of a warm start.
+        purpose: see `ClientRuntime`.
+        terms: see `ClientRuntime`.
     """
     recipe = without_absent(recipe, facts.shapes)
     told = Policy.parse(
@@ -260,7 +285,7 @@ def runtime_of(
     model = model_of(recipe, facts.shapes, facts.num_classes, told, given)
     own, initial = relay is not None, initial_of(recipe, model, given)
     mechanism = None if recipe.privacy is None else mechanism_of(recipe, model, initial, None, secure=own)
-    terms: dict[str, Any] = {"limits": limits, "required": required, "on_device": own}
+    limited: dict[str, Any] = {"limits": limits, "required": required, "on_device": own}
     engine = Sequential(
         *(population, model, recipe.algorithm, initial),
         policy=policy,
@@ -269,7 +294,7 @@ def runtime_of(
         emit=Emitter([log_event] if own else []),
         objective=task_of(recipe),
         privacy=mechanism,
-        **terms,
+        **limited,
     )
     return ClientRuntime(
         engine,
@@ -282,4 +307,6 @@ def runtime_of(
         conditions=conditions,
         rounds=recipe.rounds,
         ranks=client_ranks(recipe, model, None),
+        purpose=purpose,
+        terms=terms,
     )

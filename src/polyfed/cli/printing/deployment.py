@@ -205,6 +205,7 @@ def device_tables(inspection: Inspection) -> Group:
     parts += [Text(f"would be allowed by {fix}") for fix in fixes]
     parts += [Text(f"[limits] {line}") for line in inspection.limits]
     parts += [Text(f"[require] {line} (of the device)") for line in inspection.required]
+    parts += [Text(line) for line in inspection.purposes]
     parts += [Text(f"would be refused by {why}", "bold red") for why in inspection.breaches]
     if inspection.unchecked:
         cure = f'--node \'data="mine.npz" client=0 modalities="..." policy="{node.policy}"\''
@@ -224,6 +225,7 @@ def device_facts(inspection: Inspection) -> dict[str, Any]:
         "egress": inspection.policy.table(node.held),
         "limits": list(inspection.limits),
         "required": list(inspection.required),
+        "purposes": list(inspection.purposes),
         "breaches": list(inspection.breaches),
         "planned": [asdict(row) for row in inspection.planned],
         "unchecked": inspection.unchecked,

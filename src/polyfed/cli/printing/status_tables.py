@@ -91,6 +91,7 @@ def job_facts(job: dict[str, Any]) -> Table:
         "job": f"{job['id']}, {job['name']}",
         "state": f"{job['state']} since {_moment(job['changed'])}",
         "why": job["reason"],
+        "purpose": job["purpose"],
         "submitted": f"{_moment(job['submitted'])} by {job['by']}",
         "not before": _moment(job["at"]) if job["at"] else "",
         "tried for": f"{job['wait'] / 3600:g} hours while too few devices answer",

@@ -78,6 +78,7 @@ class Job:
     Attributes:
         id: its number.
         name: the name of its recipe.
+        purpose: what the recipe says that the run is for, `[deployment] purpose`.
         rounds: rounds of the recipe.
         out: the folder of the run.
         data: the server's own rows, or "".
@@ -98,6 +99,7 @@ class Job:
 
     id: int
     name: str
+    purpose: str
     rounds: int
     out: str
     data: str

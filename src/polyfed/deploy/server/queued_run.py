@@ -68,5 +68,6 @@ def enqueue(app: Path, credentials: Path, changes: Mapping[str, str], at: float,
     recipe = placed(load_recipe(app / RECIPE), config["data"])
     expected(recipe)
     files = [app / name for name in (APP, RECIPE, APP_COPY) if (app / name).exists()]
-    told = {"name": config["name"], "rounds": recipe.rounds, "out": str(Path(config["out"]).absolute())}
-    return Jobs(credentials).add(files, **told, data=config["data"], at=at, wait=wait)
+    told = {"name": config["name"], "purpose": recipe.deployment.purpose, "rounds": recipe.rounds}
+    told |= {"out": str(Path(config["out"]).absolute()), "data": config["data"]}
+    return Jobs(credentials).add(files, **told, at=at, wait=wait)
