@@ -2,7 +2,7 @@
 
 import uuid
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ from polyfed.privacy.egress.audit_log import AuditLog
 from polyfed.privacy.egress.ledger import NO_RUN, Ledger
 from polyfed.privacy.egress.limits import NO_LIMITS, Limits
 from polyfed.privacy.egress.policy import Policy
-from polyfed.privacy.egress.purposes import ANY, Terms
+from polyfed.privacy.egress.purposes import Terms
 from polyfed.privacy.egress.requirements import NO_REQUIREMENTS, Requirements
 
 MEGABYTE = 2**20
@@ -186,9 +186,8 @@ class Deployed:
                 required=required,
                 conditions=conditions,
                 app=self.recipe_path.parent,
-                purpose=recipe.deployment.purpose,
-                terms=terms,
             )
+            runtime = replace(runtime, purpose=recipe.deployment.purpose, terms=terms)
             _refuse_unmet(unmet_by_model(required, recipe, runtime.engine.model, runtime.engine.initial), node.client)
         with blamed("a task failed"):
             return runtime.answer(packet, node.client)
@@ -258,8 +257,6 @@ def runtime_of(
     required: Requirements = NO_REQUIREMENTS,
     conditions: str = "",
     app: Path | None = None,
-    purpose: str | None = None,
-    terms: Terms = ANY,
 ) -> ClientRuntime:
     """Build the runtime of one device, or of all clients of a simulation.
 
@@ -274,8 +271,6 @@ def runtime_of(
         required: the protection that a device demands.
         conditions: see `ClientRuntime`.
         app: the folder of the recipe's app, which may hold the values of a warm start.
-        purpose: see `ClientRuntime`.
-        terms: see `ClientRuntime`.
     """
     recipe = without_absent(recipe, facts.shapes)
     told = Policy.parse(
@@ -285,7 +280,7 @@ def runtime_of(
     model = model_of(recipe, facts.shapes, facts.num_classes, told, given)
     own, initial = relay is not None, initial_of(recipe, model, given)
     mechanism = None if recipe.privacy is None else mechanism_of(recipe, model, initial, None, secure=own)
-    limited: dict[str, Any] = {"limits": limits, "required": required, "on_device": own}
+    terms: dict[str, Any] = {"limits": limits, "required": required, "on_device": own}
     engine = Sequential(
         *(population, model, recipe.algorithm, initial),
         policy=policy,
@@ -294,7 +289,7 @@ def runtime_of(
         emit=Emitter([log_event] if own else []),
         objective=task_of(recipe),
         privacy=mechanism,
-        **limited,
+        **terms,
     )
     return ClientRuntime(
         engine,
@@ -307,6 +302,4 @@ def runtime_of(
         conditions=conditions,
         rounds=recipe.rounds,
         ranks=client_ranks(recipe, model, None),
-        purpose=purpose,
-        terms=terms,
     )
