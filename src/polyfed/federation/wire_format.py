@@ -196,7 +196,7 @@ def encode(msg: Message, packed: Pieces | None = None) -> Packet:
         for piece in (packed or {}).get((field, name), (value,)):
             flat = piece.detach().cpu().contiguous().reshape(-1)
             if flat.numel():
-                parts.append(memoryview(flat.view(torch.uint8).numpy()))
+                parts.append(flat.view(torch.uint8).numpy().data)
         entries.append([field, name, str(value.dtype).removeprefix("torch."), list(value.shape)])
     header = {"message": type(msg).__name__, "kinds": dict(msg.kinds), "tensors": entries}
     body = Chunks(parts)
@@ -311,7 +311,7 @@ def _tensor(
         return torch.frombuffer(body, dtype=dtype, count=count, offset=place).reshape(shape)
     # copy, so that the tensor does not keep the whole body alive or use read-only, unaligned memory
     flat = torch.empty(size, dtype=torch.uint8)
-    memoryview(flat.numpy())[:] = memoryview(body)[place : place + size]
+    flat.numpy().data[:] = memoryview(body)[place : place + size]
     if dtype is torch.bool and int(flat.max()) > 1:
         raise BadReply("holds a boolean that is neither 0 nor 1")
     return flat.view(dtype).reshape(shape)

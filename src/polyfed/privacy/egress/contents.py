@@ -21,7 +21,7 @@ def _digest(msg: Message, part: Crossing) -> str:
     for name, tensor in sorted(_tensors(msg, part), key=lambda pair: pair[0]):
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
         flat = tensor.detach().cpu().contiguous().reshape(-1)
-        total.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")
+        total.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
     return total.hexdigest()
 
 
