@@ -377,7 +377,7 @@ class Exchange(ABC):
             return reply, residuals
         reply, residuals, pieces, self.packings = engine.compression.sent(self.request, client, got, reply, residuals)
         if engine.packed is not None:
-            engine.packed |= pieces
+            engine.packed.update(pieces)
         return reply, residuals
 
     @abstractmethod

@@ -78,7 +78,7 @@ class Piece:
     """A piece of a file, as the body of a call, which may be made several times.
 
     Args:
-        file: the file.
+        file: an open file, whose position changes.
         offset: where the piece begins.
         size: its size in bytes, at most.
     """
