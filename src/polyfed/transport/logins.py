@@ -76,7 +76,8 @@ class PrivateKey:
         if not isinstance(key, ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey):
             raise RecipeError(f"{path} is a key of type {type(key).__name__}; use ECDSA or Ed25519. {HOW}")
         self._key = key
-        self.fingerprint = fingerprint(key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH))
+        public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+        self.public, self.fingerprint = public.decode(), fingerprint(public)
 
     def sign(self, text: bytes) -> str:
         """Return a signature as text."""

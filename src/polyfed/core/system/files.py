@@ -40,6 +40,10 @@ AUDIT, PUBLIC_KEY = "audit.jsonl", "audit-key.pub"
 """The audit log in the folder of a device or of a run, and the public key that checks it."""
 
 
+TIE = "audit-key.tie"
+"""The file of a device in which its key signs the key of its audit log."""
+
+
 def read_notes(path: Path, of: Callable[[Any], _V]) -> dict[str, _V]:
     """Read a small JSON file in which polyfed keeps values across restarts. If there is no file, return {}.
 
