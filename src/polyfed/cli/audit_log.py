@@ -1,18 +1,18 @@
-"""`polyfed audit-log`: checks whether audit logs are complete, and whether the logs of server and devices agree."""
+"""`polyfed audit-log` checks whether audit logs are complete and agree, and `polyfed certify` signs what they say."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from polyfed.cli.application import HELP_OPTIONS, AsJson
 from polyfed.cli.application import app as polyfed_app
 from polyfed.cli.output import answer, show
-from polyfed.core.errors import DataError, RecipeError
-from polyfed.core.system.files import AUDIT, PUBLIC_KEY
+from polyfed.core.errors import DataError, RecipeError, counted
+from polyfed.core.system.files import AUDIT, CERTIFICATE, LEAKAGE, PUBLIC_KEY
 from polyfed.deploy.metrics import INSTALL
 
 app = typer.Typer(
@@ -25,12 +25,12 @@ polyfed_app.add_typer(app)
 
 
 @contextmanager
-def _needing_extra() -> Iterator[None]:
+def _needing_extra(what: str) -> Iterator[None]:
     """Turn the failed import of a package into an error that names the extra to install."""
     try:
         yield
     except ImportError as error:
-        raise RecipeError(f"audit-log needs an extra: {INSTALL} ({error})") from None
+        raise RecipeError(f"{what} needs an extra: {INSTALL} ({error})") from None
 
 
 @app.command("verify")
@@ -45,7 +45,7 @@ def verify_log(
     as_json: AsJson = False,
 ) -> None:
     """Check the chain and the signatures. If the log is damaged, show the first bad line and exit with code 5."""
-    with _needing_extra():
+    with _needing_extra("audit-log"):
         from polyfed.privacy.egress.audit_log_verification import verify
     found = verify(folder, key)
     lines = [f"{folder / AUDIT} is whole: {found.rows:,} rows, {found.seals:,} signatures"]
@@ -69,10 +69,72 @@ def reconcile_logs(
     """Compare the server's audit log with its ledger and with devices' logs. The exit code is 5 if they disagree."""
     from polyfed.report import reconcile
 
-    with _needing_extra():
+    with _needing_extra("audit-log"):
         found = reconcile(run, devices or [])
     if not as_json:
         show(*found.remarks)
     if found.findings:
         raise DataError("\n".join(["the audit logs do not agree:", *(f"  {finding}" for finding in found.findings)]))
     answer(asdict(found), "the audit logs agree", as_json=as_json)
+
+
+@polyfed_app.command()
+def certify(
+    run: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="Folder of a run.", show_default=False)] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help=f"The certificate. [default: RUN/{CERTIFICATE}]")
+    ] = None,
+    verify: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Verify this certificate, with RUN also against the files of the run."),
+    ] = None,
+    keys: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Public keys *.pub of devices, and that of the run, which you trust."),
+    ] = None,
+    device_logs: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="DIR", help="With --verify: a device's state folder, or a copy of its log. May be repeated."
+        ),
+    ] = None,
+    leakage: Annotated[
+        bool, typer.Option("--audit", help="Run `polyfed audit` first, if it has not been run.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a signed certificate of a run: what was run, what left each client, epsilon. Or verify one."""
+    if verify is None and (run is None or device_logs):
+        raise RecipeError(
+            "certify needs the folder of a run, or a certificate: --verify FILE. --device-logs needs both"
+        )
+    if verify is not None and (out or leakage):
+        raise RecipeError("--verify writes nothing: leave out --out and --audit")
+    with _needing_extra("certify"):
+        from polyfed.experiment import certificate
+    if verify is not None:
+        found = certificate.verify_certificate(verify, keys, run, device_logs or [])
+        if not as_json:
+            show(*found.remarks)
+        found.refuse(verify)
+        facts = {"certificate": str(verify), "remarks": found.remarks, "content": found.content}
+        answer(facts, f"{verify} holds: {_summary(found.content)}", as_json=as_json)
+        return
+    assert run is not None
+    if leakage and not (run / LEAKAGE).exists():
+        from polyfed.experiment.leakage import audit, write
+
+        write(audit(run))
+    path, content = certificate.certify(run, out, keys)
+    answer({"certificate": str(path), "content": content}, f"{path}: {_summary(content)}", as_json=as_json)
+
+
+def _summary(content: Mapping[str, Any]) -> str:
+    """Return what a certificate says, on one line."""
+    clients = content["clients"]
+    signed = sum(one["receipt"] is not None for one in clients)
+    by = f"{signed} of {counted(len(clients), 'device', 'devices')} signed" if signed else content["kind"]
+    sent = sum(one["bytes_up"] for one in clients)
+    privacy = "" if content["privacy"] is None else f", epsilon {content['privacy']['epsilon']}"
+    rounds, who = counted(content["rounds"], "round", "rounds"), counted(len(clients), "client", "clients")
+    return f"{content['method']}, {rounds}, {who} sent {sent:,} bytes{privacy}; {by}"

@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from polyfed.core.errors import PolyfedError
-from polyfed.core.system.files import AUDIT, replace_text
+from polyfed.core.system.files import AUDIT, RECEIPTS, replace_text
 from polyfed.deploy.server.run_log import LOGGER
 from polyfed.engines.protocol import SIGNED, Patience, one_line, sign_packet
 from polyfed.federation.wire_format import Packet
 from polyfed.privacy.egress.log_keys import is_signed, is_tied
 from polyfed.privacy.egress.receipts import RECEIPT, ClientLedger, ledgers, log_rows
-
-RECEIPTS = "receipts.json"
-"""The file in a run folder with the receipts of the devices, by client number."""
 
 SIGN_SECONDS = 60.0
 """How long the server waits for the receipts: a device reads its whole audit log for one (inferred)."""

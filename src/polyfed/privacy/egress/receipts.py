@@ -112,7 +112,7 @@ def log_rows(path: Path) -> list[dict[str, Any]]:
     rows = list[dict[str, Any]]()
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
+            for line in file:
                 row = parse_json(line)
                 if not isinstance(row, dict) or not line.endswith(b"\n"):
                     raise ValueError("it is not a whole row")
