@@ -23,7 +23,7 @@ from polyfed.core.system.files import AUDIT, EGRESS, FACTS, PUBLIC_KEY, RECEIPTS
 from polyfed.core.system.files import RECIPE as RECIPE_FILE
 from polyfed.deploy.credentials import write_credentials
 from polyfed.engines.protocol import FAILED, RequestId, reason
-from polyfed.experiment.certificate import certify, verify_certificate
+from polyfed.experiment.certificate import certify, verify_certificate, write_crate
 from polyfed.experiment.certificate.issue import sealed
 from polyfed.privacy.egress import merkle
 from polyfed.privacy.egress.audit_log import HEAD, PRIVATE_KEY, AuditLog, private_key
@@ -444,3 +444,28 @@ def test_the_command_writes_and_verifies(copied: Path, capsys: Any) -> None:
     assert "was changed" in err
     assert call("certify")[0] == 2
     assert call("certify", run, "--verify", file, "-o", file)[0] == 2
+
+
+def test_a_crate_describes_the_files_and_not_the_private_key(copied: Path) -> None:
+    path, content = certify(copied / "run")
+    described = write_crate(copied / "run", content)
+    told = {one["@id"]: one for one in json.loads(described.read_text())["@graph"]}
+    assert told["ro-crate-metadata.json"]["about"] == {"@id": "./"}
+    parts = {part["@id"] for part in told["./"]["hasPart"]}
+    assert {path.name, RECIPE_FILE, EGRESS, AUDIT, PUBLIC_KEY} <= parts
+    assert PRIVATE_KEY not in told
+    for name in parts:
+        text = (copied / "run" / name).read_bytes()
+        assert told[name]["sha256"] == hashlib.sha256(text).hexdigest()
+        assert told[name]["contentSize"] == str(len(text))
+    refers = [reference["@id"] for one in told.values() for value in one.values() for reference in references(value)]
+    assert {name for name in refers if "://" not in name} <= told.keys(), "each entity that is named is described"
+    library = pytest.importorskip("rocrate.rocrate", reason="rocrate is not installed")
+    read = library.ROCrate(copied / "run")
+    assert {entity.id for entity in read.data_entities} == parts
+    assert read.root_dataset["mentions"][0].type == "CreateAction"
+
+
+def references(value: Any) -> list[dict[str, str]]:
+    values = value if isinstance(value, list) else [value]
+    return [one for one in values if isinstance(one, dict) and set(one) == {"@id"}]

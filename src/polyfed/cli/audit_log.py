@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,8 +12,13 @@ from polyfed.cli.application import HELP_OPTIONS, AsJson
 from polyfed.cli.application import app as polyfed_app
 from polyfed.cli.output import answer, show
 from polyfed.core.errors import DataError, RecipeError, counted
-from polyfed.core.system.files import AUDIT, CERTIFICATE, LEAKAGE, PUBLIC_KEY
+from polyfed.core.system.files import AUDIT, CERTIFICATE, LEAKAGE, PUBLIC_KEY, replace_text
 from polyfed.deploy.metrics import INSTALL
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from polyfed.experiment.certificate.answers import LogAnswer
 
 app = typer.Typer(
     name="audit-log",
@@ -78,6 +83,67 @@ def reconcile_logs(
     answer(asdict(found), "the audit logs agree", as_json=as_json)
 
 
+@app.command("show")
+def show_log(
+    log: Annotated[
+        Path,
+        typer.Argument(
+            metavar="LOG", help="State folder of a device, folder of a run, or a proof.", show_default=False
+        ),
+    ],
+    since: Annotated[
+        str | None,
+        typer.Option("--from", metavar="TIME", help="First day or moment (UTC): 2027-03-02, 2027-03-02T08:00."),
+    ] = None,
+    until: Annotated[
+        str | None, typer.Option("--to", metavar="TIME", help="Last day, or the moment after the last one (UTC).")
+    ] = None,
+    client: Annotated[int | None, typer.Option(metavar="N", help="Only this client.")] = None,
+    received: Annotated[bool, typer.Option("--received", help="Also what the client received.")] = False,
+    key: Annotated[Path | None, typer.Option(metavar="PUBLIC", help="The public key of the log.")] = None,
+    keys: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Public keys *.pub that you trust; their files name the clients."),
+    ] = None,
+    proof: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a proof, which `show` reads without the log.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page that opens offline.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what left a client, and when. The lines are verified first; the exit code is 5 if they do not hold."""
+    with _needing_extra("audit-log"):
+        from polyfed.experiment.certificate import answers
+    from polyfed.report.pages.log_page import write_log_page
+
+    asked = answers.question(since, until, client)
+    found = answers.answer_of(log, asked, key, keys, received=received)
+    if proof is not None:
+        replace_text(proof, found.excerpt.proof())
+    if html is not None:
+        write_log_page(html, found.title, found.statements, found.rows, found.names)
+    written = [f"written: {path}" for path in (proof, html) if path is not None]
+    answer(found.content(), *_sums(found), *written, as_json=as_json)
+
+
+def _sums(found: "LogAnswer") -> list["RenderableType"]:
+    """Return the answer in sums, and what the log proves."""
+    from rich.text import Text
+
+    from polyfed.report.formatting import bytes_of
+    from polyfed.report.text_layout import plain_table, titled
+
+    table = plain_table(
+        "client", "run", "kind", "of", "to", "verdict", "first (UTC)", "last (UTC)", "parts", "bytes", left=8
+    )
+    for one in found.sums:
+        who = f"{one['client']} {one['name']}".strip()
+        words = (who, one["run"] or "enrolment", one["kind"], one["block"], one["destination"], one["verdict"])
+        times = (one["first"][:19], one["last"][:19])
+        table.add_row(*(Text(str(word)) for word in (*words, *times, one["parts"], bytes_of(one["bytes"]))))
+    return [titled(found.title, table), *found.statements] if found.sums else [found.title, *found.statements]
+
+
 @polyfed_app.command()
 def certify(
     run: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="Folder of a run.", show_default=False)] = None,
@@ -101,6 +167,9 @@ def certify(
     leakage: Annotated[
         bool, typer.Option("--audit", help="Run `polyfed audit` first, if it has not been run.")
     ] = False,
+    crate: Annotated[
+        bool, typer.Option("--crate", help="Also describe the folder as a Research Object Crate (RO-Crate 1.1).")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a signed certificate of a run: what was run, what left each client, epsilon. Or verify one."""
@@ -108,8 +177,8 @@ def certify(
         raise RecipeError(
             "certify needs the folder of a run, or a certificate: --verify FILE. --device-logs needs both"
         )
-    if verify is not None and (out or leakage):
-        raise RecipeError("--verify writes nothing: leave out --out and --audit")
+    if verify is not None and (out or leakage or crate):
+        raise RecipeError("--verify writes nothing: leave out --out, --audit and --crate")
     with _needing_extra("certify"):
         from polyfed.experiment import certificate
     if verify is not None:
@@ -126,7 +195,11 @@ def certify(
 
         write(audit(run))
     path, content = certificate.certify(run, out, keys)
-    answer({"certificate": str(path), "content": content}, f"{path}: {_summary(content)}", as_json=as_json)
+    facts, lines = {"certificate": str(path), "content": content}, [f"{path}: {_summary(content)}"]
+    if crate:
+        described = certificate.write_crate(run, content)
+        facts, lines = facts | {"crate": str(described)}, [*lines, str(described)]
+    answer(facts, *lines, as_json=as_json)
 
 
 def _summary(content: Mapping[str, Any]) -> str:

@@ -71,7 +71,17 @@ class Head:
 
     def signed_bytes(self) -> bytes:
         """Return the bytes that the signature of the head covers."""
-        return f"polyfed audit head {self.lines} {self.size} {self.hash} {self.root}".encode()
+        return head_text(self.lines, self.size, self.hash, self.root)
+
+
+def head_text(lines: int, size: int, last: str, root: str) -> bytes:
+    """Return the bytes that the signature of a head covers.
+
+    Args:
+        last: SHA-256 of the last line.
+        root: Merkle root of all lines.
+    """
+    return f"polyfed audit head {lines} {size} {last} {root}".encode()
 
 
 class AuditLog:
