@@ -224,7 +224,7 @@ def _check_client(
     """Check what a certificate says about one client."""
     client, told = f"client {one['client']}", one["receipt"]
     known = trusted.devices.get(one["device"], "") if trusted is not None else ""
-    if known and one["name"] and one["name"] != known:
+    if trusted is not None and known and one["name"] not in ("", known):
         found.faults.append(f"{client} is called '{one['name']}', and its key is that of '{known}' in {trusted.folder}")
     if told is None:
         return
