@@ -413,7 +413,9 @@ def test_a_simulation_is_certified_by_its_own_key_and_says_so(tmp_path: Path) ->
 
 def test_epsilon_is_that_of_the_rounds_in_which_a_client_was_asked(tmp_path: Path) -> None:
     pytest.importorskip("dp_accounting", reason="the extra polyfed[privacy] is not installed")
-    privacy = '[privacy]\nunit = "client"\nnoise_at = "client"\ndelta = 1e-3\nnoise_multiplier = 8.0\nclip_norm = 0.01\n'
+    privacy = (
+        '[privacy]\nunit = "client"\nnoise_at = "client"\ndelta = 1e-3\nnoise_multiplier = 8.0\nclip_norm = 0.01\n'
+    )
     run = simulated(tmp_path / "run", privacy + 'unprotected = ["statistic"]\n', cohort=2)
     content = certify(run)[1]
     whole = content["privacy"]["epsilon"]
