@@ -1,5 +1,6 @@
 """What left a client in a time has a proof, and whoever changes, shortens or signs it anew is found out."""
 
+import base64
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -116,6 +117,18 @@ def test_any_flipped_bit_of_a_proof_fails(log: Path, tmp_path: Path, place: int,
     path.write_bytes(before[:place] + bytes([before[place] ^ 1 << bit]) + before[place + 1 :])
     with pytest.raises(DataError):
         answer_of(path, question(*TUESDAY), keys=tmp_path / "keys")
+
+
+def test_a_tie_whose_key_is_written_in_another_way_is_none(log: Path, tmp_path: Path) -> None:
+    """A compressed point makes the library raise another error."""
+    path = proved(log, TUESDAY, tmp_path / "proof.json")
+    told = json.loads(path.read_text())
+    kind, text = told["tie"]["key"].split()[:2]
+    point = bytearray(base64.b64decode(text))
+    point[-97] = 2
+    changed(lambda content: content["tie"].update(key=f"{kind} {base64.b64encode(point).decode()}"), path)
+    with refuses(DataError, "not signed"):
+        answer_of(path, question(*TUESDAY))
 
 
 def changed(change: Callable[[dict[str, Any]], Any], path: Path) -> None:

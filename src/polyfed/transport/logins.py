@@ -119,7 +119,7 @@ class Keys:
                 name = fingerprint(line)
                 found[path], self.known[name] = (stamp, name), key
                 logger.info("the key %s of %s is registered", name, path)
-            except (OSError, ValueError, UnsupportedAlgorithm) as error:
+            except (OSError, ValueError, UnsupportedAlgorithm, NotImplementedError) as error:  # a compressed point
                 logger.warning("%s is no public key in OpenSSH's format (%s). %s", path, error, HOW)
         self._read = found
         for name in self.known.keys() - {name for _, name in found.values()}:

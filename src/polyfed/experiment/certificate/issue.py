@@ -96,7 +96,7 @@ class PublicKeys:
         for path in paths:
             try:
                 self._read(path)
-            except (OSError, ValueError, UnsupportedAlgorithm, IndexError) as error:
+            except (OSError, ValueError, UnsupportedAlgorithm, NotImplementedError, IndexError) as error:
                 raise DataError(f"{path} is no public key in OpenSSH's format or in PEM ({error})") from None
         if not paths:
             raise DataError(
