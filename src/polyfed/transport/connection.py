@@ -277,23 +277,22 @@ class Connection:
 
     def _connected(self, seconds: float) -> http.client.HTTPSConnection:
         if self._way is None:
-            self._way = self._new()
+            self._way = https_to(self.host, self.port, self._context)
             self._way.connect()
             self._way.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._way.sock.settimeout(seconds)
         return self._way
 
-    def _new(self) -> http.client.HTTPSConnection:
-        """Return a connection to the server, through the proxy of the environment if there is one."""
-        proxy = urllib.request.getproxies().get("https")
-        if proxy is None or urllib.request.proxy_bypass(f"{self.host}:{self.port}"):
-            return http.client.HTTPSConnection(self.host, self.port, timeout=SECONDS, context=self._context)
-        parts = urlsplit(proxy if "//" in proxy else f"//{proxy}")
-        way = http.client.HTTPSConnection(
-            parts.hostname or "", parts.port or 3128, timeout=SECONDS, context=self._context
-        )
-        way.set_tunnel(self.host, self.port)
-        return way
+
+def https_to(host: str, port: int, context: ssl.SSLContext) -> http.client.HTTPSConnection:
+    """Return a connection to a server, not opened yet, through the proxy of the environment if there is one."""
+    proxy = urllib.request.getproxies().get("https")
+    if proxy is None or urllib.request.proxy_bypass(f"{host}:{port}"):
+        return http.client.HTTPSConnection(host, port, timeout=SECONDS, context=context)
+    parts = urlsplit(proxy if "//" in proxy else f"//{proxy}")
+    way = http.client.HTTPSConnection(parts.hostname or "", parts.port or 3128, timeout=SECONDS, context=context)
+    way.set_tunnel(host, port)
+    return way
 
 
 def _write(answer: http.client.HTTPResponse, path: Path, most: int, more: bool) -> None:

@@ -1,10 +1,10 @@
-"""The output of `polyfed app` and of `polyfed check --node`."""
+"""The output of `polyfed app`, of `polyfed check --node`, and of the verbs that let devices join."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -14,12 +14,16 @@ from polyfed.cli.printing import tables
 from polyfed.core.errors import command
 from polyfed.core.messages import LABELS
 from polyfed.core.system.files import RESULT
+from polyfed.core.system.log_lines import escaped_lines
 from polyfed.core.tree import SHARED
 from polyfed.deploy.device.recipe_check import Inspection
 from polyfed.experiment.checks.check import fixes_of
 from polyfed.privacy.egress.policy import EVERY
 from polyfed.report import REPORT
 from polyfed.report.text_layout import plain_table, stacked, titled
+
+if TYPE_CHECKING:
+    from polyfed.deploy.device.joining import Proposal
 
 
 def run_locally(recipe: Path, folder: Path) -> tuple[dict[str, Any], list[RenderableType]]:
@@ -149,6 +153,30 @@ def device_tables(inspection: Inspection) -> Group:
         why = f"NOT CHECKED: what the recipe would send, because {inspection.unchecked}. Give the device's data: {cure}"
         parts.append(Text(why, "bold red"))
     return stacked(*parts)
+
+
+def proposal_parts(proposal: "Proposal") -> Iterator[RenderableType]:
+    """Yield what the owner of a device reads before it joins. Texts of the server are escaped."""
+    place = proposal.place
+    yield Text(f"the server {proposal.address} is that of the token: authority {proposal.authority[:16]}...")
+    yield Text(f"this device would be number {place.number}, {place.name}")
+    yield device_tables(proposal.inspection)
+    if not place.recipe:
+        yield Text("the server shows no recipe; whatever it runs later can send no more than this")
+    yield titled("policy.toml", Text(escaped_lines(proposal.policy)))
+    yield from (Text(escaped_lines(note), "yellow") for note in proposal.notes)
+
+
+def register_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """Return the devices of a server as a table."""
+    from polyfed.deploy.server.registration import moment
+
+    table = plain_table("device", "name", "state", "token until", "joined", "key", left=6)
+    for row in rows:
+        number = "" if row["number"] is None else str(row["number"])
+        times = moment(row["ends"]), moment(row["joined"])
+        table.add_row(number, Text(row["name"]), row["state"], *times, row["key"])
+    return table
 
 
 def device_facts(inspection: Inspection) -> dict[str, Any]:
