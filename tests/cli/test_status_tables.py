@@ -12,7 +12,12 @@ from polyfed.deploy.server.monitor import metrics_of, status_of
 from polyfed.deploy.server.run_log import RunStatus
 
 RUNS = ["8", "7", "6"]
-LINK = {"nodes": {"registered": 3, "online": 1}, "away": ["SHA256:one", "SHA256:two"], "runs": RUNS}
+LINK = {
+    "nodes": {"registered": 3, "online": 1},
+    "certificate_ends": 2e9,
+    "away": ["SHA256:one", "SHA256:two"],
+    "runs": RUNS,
+}
 
 
 def shown(folder: Path) -> str:

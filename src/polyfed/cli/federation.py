@@ -37,7 +37,10 @@ class Startable(TyperGroup):
 servers, devices = (
     typer.Typer(name=name, help=about, cls=Startable, no_args_is_help=True, context_settings=HELP_OPTIONS)
     for name, about in (
-        ("server", "The server of a federation. `polyfed server DIR` starts it; the others make it and let devices in."),
+        (
+            "server",
+            "The server of a federation. `polyfed server DIR` starts it; the others make it and let devices in.",
+        ),
         ("device", "A device of a federation. `polyfed device FILE.toml` starts it, after `polyfed device join`."),
     )
 )
@@ -185,6 +188,7 @@ def device(
     os.environ[LOG_FORMAT] = log_format.value
     deploy.run_device(file, metrics_port)
 
+
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the server.", show_default=False)]
 Hours = Annotated[float, typer.Option(metavar="H", help="How long a token is valid.")]
 
@@ -194,7 +198,9 @@ def server_init(
     dir: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder for the server.", show_default=False)],
     hosts: Annotated[
         list[str],
-        typer.Option("--host", metavar="NAME", help="Where devices reach the server; may be repeated.", show_default=False),
+        typer.Option(
+            "--host", metavar="NAME", help="Where devices reach the server; may be repeated.", show_default=False
+        ),
     ],
     number: Annotated[int, typer.Option("--devices", min=0, max=10_000, metavar="N", help="How many tokens.")] = 0,
     names: Annotated[

@@ -27,6 +27,7 @@ from cryptography.x509.oid import NameOID
 from polyfed.core.errors import RecipeError, command
 from polyfed.core.system.files import replace_text
 from polyfed.core.system.log_lines import logger_of
+from polyfed.transport.connection import WARNED_DAYS
 
 SERVER = ("ca.pem", "server.pem", "server.key")
 """The authority's certificate, the server's certificate and the server's key. They belong together."""
@@ -41,8 +42,8 @@ certificates are rarely revoked (inferred)."""
 CLOCKS = timedelta(days=1)
 """By how much a device's clock may be behind the server's: a certificate is valid from so long before it is written."""
 
-RENEWED_DAYS, WARNED_DAYS = 10, 7
-"""Days before the end of a server's certificate from which it is renewed, and from which the log warns of its end."""
+RENEWED_DAYS = 10
+"""Days before the end of a server's certificate from which it is renewed."""
 
 
 LOOPBACK = ("127.0.0.1", "localhost")
@@ -109,7 +110,9 @@ def check_server(folder: Path, there: Sequence[str], hosts: Sequence[str] = ()) 
     """
     fix = f"Move {', '.join(SERVER)} elsewhere and run this again; every device then needs the new ca.pem"
     if not there:
-        raise RecipeError(f"{folder} holds no {', '.join(SERVER)}. Write them: {command('server', 'init', folder, '--host', 'NAME')}")
+        raise RecipeError(
+            f"{folder} holds no {', '.join(SERVER)}. Write them: {command('server', 'init', folder, '--host', 'NAME')}"
+        )
     if missing := [name for name in SERVER if name not in there]:
         raise RecipeError(f"{folder} holds {', '.join(there)}, but no {', '.join(missing)}. {fix}")
     certificate = x509.load_pem_x509_certificate((folder / "server.pem").read_bytes())

@@ -226,8 +226,9 @@ class Hub:
             words = await _words(call, "secret")
             entry = self._entered(words, bytes.fromhex(words["secret"]))
         except (HTTPException, NotJoined, ValueError) as error:
-            self._failed.pop(address, None)
-            self._failed[address] = self._tries(address) - 1, time.monotonic()
+            left = self._tries(address) - 1
+            self._failed.pop(address, None)  # so that the newest stand last
+            self._failed[address] = left, time.monotonic()
             for old in list(self._failed)[:-MOST_ADDRESSES]:
                 del self._failed[old]
             if isinstance(error, NotJoined):

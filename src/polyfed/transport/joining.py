@@ -11,16 +11,14 @@ import http.client
 import json
 import socket
 import ssl
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from threading import Timer
 from typing import Any
 
 from polyfed.core.errors import RecipeError, TransportError
-from polyfed.transport.connection import host_and_port, https_to
+from polyfed.transport.connection import ahead_of, host_and_port, https_to
 from polyfed.transport.logins import PrivateKey
 from polyfed.transport.tokens import LARGEST_RECIPE, MOST_NUMBER, NAME, JoinToken, joining_text
 
@@ -29,9 +27,6 @@ CALL_SECONDS = 60.0
 
 LARGEST_AUTHORITY, LARGEST_TOLD = 2**16, 8 * LARGEST_RECIPE
 """Largest sizes in bytes of `ca.pem`, and of the server's answer, in which a letter of the recipe may take several."""
-
-SKEW_SECONDS = 120.0
-"""A clock that differs from the server's by more is told to the owner. No step of joining depends on it."""
 
 AGAIN = "Ask the server's operator for a new one: polyfed server token DIR"
 
@@ -43,7 +38,7 @@ WHY = {
     "revoked": f"the server's operator has revoked the token, or this device. {AGAIN}",
     "known": "the server knows the key of this device already, under another name or number. One key is one device: "
     "join from another --folder, which gets a key of its own",
-    "name": "the server has a file with the name of this device already. Ask its operator for a token with another name",
+    "name": "the server has a file with the name of this device already. Ask its operator for another name",
 }
 """The words with which a server refuses to register a key, and what they mean. No text of a server is shown."""
 
@@ -94,8 +89,8 @@ class Door:
         if not hmac.compare_digest(came, self.token.authority):
             raise TransportError(
                 f"{self.token.address} is not the server of this token: its authority has the fingerprint "
-                f"{came.hex()[:16]}..., and the token says {self.token.authority.hex()[:16]}... Somebody is in between, "
-                "it is another server, or its operator has made a new authority. Nothing was sent. Compare with: "
+                f"{came.hex()[:16]}..., and the token says {self.token.authority.hex()[:16]}... Somebody is in between, it "
+                "is another server, or its operator has made a new authority. Nothing was sent. Compare with: "
                 "sha256sum DIR/ca.pem"
             )
         self.authority = text
@@ -112,7 +107,10 @@ class Door:
         """
         match self._told({"device": device}):
             case {"number": int(number), "name": str(name), "recipe": str(recipe)} if (
-                0 <= number < MOST_NUMBER and NAME.fullmatch(name) and len(recipe) <= LARGEST_RECIPE
+                type(number) is int
+                and 0 <= number < MOST_NUMBER
+                and NAME.fullmatch(name)
+                and len(recipe) <= LARGEST_RECIPE
             ):
                 return Place(number, name, recipe)
         raise TransportError(f"{self.token.address} answers as no polyfed server of this version does")
@@ -137,7 +135,9 @@ class Door:
         words = {"secret": self.token.secret.hex(), **words}
         status, text = self._call(context, "POST", "/v1/join", LARGEST_TOLD, words, key)
         if status == 429:
-            raise TransportError("the server has had too many failed tries from this address. Wait a minute, then again")
+            raise TransportError(
+                "the server has had too many failed tries from this address. Wait a minute, then again"
+            )
         try:
             told = json.loads(text)
             if not isinstance(told, dict):
@@ -147,7 +147,9 @@ class Door:
         if status == 403 and isinstance(why := told.get("refused"), str) and why in WHY:
             raise RecipeError(f"{self.token.address}: {WHY[why]}")
         if status != 200:
-            raise TransportError(f"{self.token.address} answers {status}: it cannot register this device now. Try again")
+            raise TransportError(
+                f"{self.token.address} answers {status}: it cannot register this device now. Try again"
+            )
         return told
 
     def _call(
@@ -168,7 +170,7 @@ class Door:
             TransportError: the server does not answer in time, sends more than `most` bytes, or is another one.
         """
         way = https_to(self.host, self.port, context)
-        watch = Timer(CALL_SECONDS, lambda: _cut(way))
+        watch = Timer(CALL_SECONDS, lambda: _cut(way))  # whatever it says after that is no whole answer
         watch.daemon = True
         watch.start()
         try:
@@ -178,36 +180,23 @@ class Door:
                 words = {**words, "signature": key.sign(joining_text(self.token.secret, seen))}
             way.request(method, path, body=None if words is None else json.dumps(words).encode())
             answer = way.getresponse()
-            self._compare(answer.getheader("date", ""))
-            text = answer.read(most + 1)
-            if len(text) > most:
+            self.skew = ahead_of(answer.getheader("date", ""))
+            if answer.length is None:
+                raise OSError("it takes too long, or broke off")
+            if answer.length > most:
                 raise TransportError(f"{self.token.address} sends more than a polyfed server does")
+            text = answer.read()
             return answer.status, text
         except ssl.SSLCertVerificationError as error:
             raise TransportError(_not_trusted(self.token.address, error)) from None
         except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: a socket that was cut
             raise TransportError(
-                f"the server {self.token.address} does not answer ({type(error).__name__}: {error}). Is it running, and "
-                "its port open? The token stays as it is; the same command tries again"
+                f"the server {self.token.address} does not answer ({type(error).__name__}: {error}). Is it running, and its "
+                "port open? The token stays as it is; the same command tries again"
             ) from None
         finally:
             watch.cancel()
             way.close()
-
-    def _compare(self, date: str) -> None:
-        """Compare the clocks of both ends, as exactly as the header of an answer allows."""
-        with suppress(ValueError, TypeError, OverflowError):
-            self.skew = (datetime.now(UTC) - parsedate_to_datetime(date)).total_seconds()
-
-    @property
-    def clocks(self) -> str:
-        """A sentence about clocks that differ, or ""."""
-        if abs(self.skew) <= SKEW_SECONDS:
-            return ""
-        return (
-            f"the clock of this device is {_time(abs(self.skew))} {'ahead of' if self.skew > 0 else 'behind'} the "
-            "server's. Joining and training do not depend on it, but a certificate that seems to have ended does: set it"
-        )
 
 
 def _cut(way: http.client.HTTPSConnection) -> None:
@@ -225,12 +214,3 @@ def _not_trusted(address: str, error: ssl.SSLCertVerificationError) -> str:
         else "Somebody is in between, or the certificate is not for this name: ask the server's operator"
     )
     return f"{address}: its certificate is not valid ({error.verify_message}). Nothing was sent. {cause}"
-
-
-def _time(seconds: float) -> str:
-    for size, name in ((86400, "days"), (3600, "hours"), (60, "minutes")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {name}"
-    return f"{seconds:.0f} seconds"
-
-

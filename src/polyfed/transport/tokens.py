@@ -87,7 +87,9 @@ class JoinToken:
         """
         word = "".join(text.split())
         if not word.startswith(PREFIX):
-            raise RecipeError(f"this is no join token, which begins with {PREFIX}. `polyfed server token DIR` makes one")
+            raise RecipeError(
+                f"this is no join token, which begins with {PREFIX}. `polyfed server token DIR` makes one"
+            )
         wrong = RecipeError(
             "the token is mistyped or cut short: its checksum is wrong. Copy it once more, from its beginning "
             f"{PREFIX} to its end"

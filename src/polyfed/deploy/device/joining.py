@@ -29,6 +29,7 @@ from polyfed.deploy.device.recipe_check import Inspection, inspect
 from polyfed.experiment.recipes.defaults import kind_of
 from polyfed.experiment.recipes.file_reading import read_file
 from polyfed.privacy.egress.policy import DEFAULT, Policy, guards_among
+from polyfed.transport.connection import SKEW_SECONDS, different_clocks
 from polyfed.transport.joining import Door, Place
 from polyfed.transport.logins import PrivateKey
 from polyfed.transport.tokens import JoinToken
@@ -134,7 +135,8 @@ def join(token: str, wanted: Wanted, agree: Callable[[Proposal], bool]) -> Joine
             text = _policy(wanted, columns, table, stage)
             node = _node(wanted, columns, place.number, stage)
             inspection, why = _inspected(node, columns, place.recipe, stage)
-            told = (*notes, *filter(None, (door.clocks, why)))
+            clocks = different_clocks(door.skew) if abs(door.skew) > SKEW_SECONDS else ""
+            told = (*notes, *filter(None, (clocks, why)))
             if not agree(Proposal(known.address, known.authority.hex(), place, text, inspection, told)):
                 return None
             key, keep = _key(stage), True
@@ -353,7 +355,7 @@ def _device_text(wanted: Wanted, node: NodeConfig, address: str, place: Place) -
 
 def _from(path: Path, folder: Path) -> str:
     """Return a path from the folder of the device's file: relative if it is in the folder."""
-    path = path.expanduser().absolute()
+    path, folder = (Path(os.path.abspath(one)) for one in (path.expanduser(), folder))
     return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
 
 
@@ -388,4 +390,3 @@ def start_of(joined: Joined) -> str:
 def names_in(text: str | None) -> tuple[str, ...]:
     """Return the modalities that the command line gives, separated by commas."""
     return tuple(name.strip() for name in (text or "").split(",") if name.strip())
-
