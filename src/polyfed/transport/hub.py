@@ -451,7 +451,7 @@ async def _words(call: Request, *needed: str) -> dict[str, str]:
 
 
 def _address(call: Request) -> str:
-    """Return the address of a caller, of which each counts by itself; of IPv6 the network, of which one caller has all."""
+    """Return what one caller has alone: an address of IPv4, or a network of IPv6."""
     address = ip_address((call.client.host if call.client is not None else "::").partition("%")[0])
     address = getattr(address, "ipv4_mapped", None) or address
     return str(address if address.version == 4 else ip_network((address, 64), strict=False))

@@ -89,8 +89,8 @@ class Door:
         if not hmac.compare_digest(came, self.token.authority):
             raise TransportError(
                 f"{self.token.address} is not the server of this token: its authority has the fingerprint "
-                f"{came.hex()[:16]}..., and the token says {self.token.authority.hex()[:16]}... Somebody is in between, it "
-                "is another server, or its operator has made a new authority. Nothing was sent. Compare with: "
+                f"{came.hex()[:16]}..., the token says {self.token.authority.hex()[:16]}... Somebody is in between, "
+                "it is another server, or its operator has made a new authority. Nothing was sent. Compare with: "
                 "sha256sum DIR/ca.pem"
             )
         self.authority = text
@@ -191,8 +191,8 @@ class Door:
             raise TransportError(_not_trusted(self.token.address, error)) from None
         except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: a socket that was cut
             raise TransportError(
-                f"the server {self.token.address} does not answer ({type(error).__name__}: {error}). Is it running, and its "
-                "port open? The token stays as it is; the same command tries again"
+                f"{self.token.address} does not answer ({type(error).__name__}: {error}). Is it running, and "
+                "its port open? The token stays as it is; the same command tries again"
             ) from None
         finally:
             watch.cancel()

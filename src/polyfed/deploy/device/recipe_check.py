@@ -92,10 +92,7 @@ def inspect(given: Recipe | str | Path, device: NodeConfig | str, overrides: Seq
         NotAllowed: the recipe names code that the device's owner has not allowed. The code was not imported.
         PolyfedError: the configuration, the policy, the data or the recipe is wrong.
     """
-    if isinstance(device, NodeConfig):
-        node = device
-    else:
-        node = node_from(device) if "=" in device else _of_file(device)
+    node = device if isinstance(device, NodeConfig) else node_from(device) if "=" in device else _of_file(device)
     with only(node.rules.allowance):
         recipe = given if isinstance(given, Recipe) else recipe_on(node, Path(given), overrides)
         used = used_on(recipe)

@@ -81,9 +81,9 @@ def status_of(link: Facts, statuses: Path) -> dict[str, Any]:
     """Return the status of a server and its latest runs.
 
     Args:
-        link: `nodes`, `away`, `certificate_ends` and `runs` (names of the latest runs) of the server. In the result, each device in `away`
-            has the fingerprint of its `key` and, if it has taken part in one of the runs, its number as `client`. Each
-            run has `id`, `state` and `progress`.
+        link: `nodes`, `away`, `certificate_ends` and `runs` (names of the latest runs) of the server. In the result,
+            each device in `away` has the fingerprint of its `key` and, if it has taken part in one of the runs, its
+            number as `client`. Each run has `id`, `state` and `progress`.
         statuses: the folder with the statuses of the runs; see `polyfed.deploy.server.run_log`.
     """
     told = {name: read_status(statuses / name) for name in link.get("runs", ())}
