@@ -163,7 +163,7 @@ def proposal_parts(proposal: "Proposal") -> Iterator[RenderableType]:
     yield device_tables(proposal.inspection)
     if not place.recipe:
         yield Text("the server shows no recipe; whatever it runs later can send no more than this")
-    yield titled("policy.toml", Text(escaped_lines(proposal.policy)))
+    yield Text("this policy is, or will be, a file of yours: change it before the device starts, if less should leave")
     yield from (Text(escaped_lines(note), "yellow") for note in proposal.notes)
 
 

@@ -75,7 +75,6 @@ class Proposal:
         address: of the server.
         authority: fingerprint of the server's authority, which is the token's.
         place: the number and the name that the server gives to the device.
-        policy: the text of the policy file.
         inspection: the data, and what may leave under the policy; with the server's recipe, also what it would send.
         notes: what polyfed guessed about the data, and what the owner should know.
     """
@@ -83,7 +82,6 @@ class Proposal:
     address: str
     authority: str
     place: Place
-    policy: str
     inspection: Inspection
     notes: tuple[str, ...]
 
@@ -132,12 +130,13 @@ def join(token: str, wanted: Wanted, agree: Callable[[Proposal], bool]) -> Joine
             door = Door(known)
             door.recognise()
             place = door.ask(PrivateKey(stage / KEY).fingerprint if keep else "")
-            text = _policy(wanted, columns, table, stage)
+            if wanted.policy is None:
+                replace_text(stage / POLICY, policy_text(columns, table, wanted.data.name))
             node = _node(wanted, columns, place.number, stage)
             inspection, why = _inspected(node, columns, place.recipe, stage)
             clocks = different_clocks(door.skew) if abs(door.skew) > SKEW_SECONDS else ""
             told = (*notes, *filter(None, (clocks, why)))
-            if not agree(Proposal(known.address, known.authority.hex(), place, text, inspection, told)):
+            if not agree(Proposal(known.address, known.authority.hex(), place, inspection, told)):
                 return None
             key, keep = _key(stage), True
             try:
@@ -204,15 +203,6 @@ def _read(wanted: Wanted) -> tuple[Columns, dict[str, object], tuple[str, ...]]:
     if not len(columns.rows(TRAIN)):
         raise DataError(f"--data {path} has no rows to train on: its array 'split' has no 0")
     return columns, reading.table, reading.remarks
-
-
-def _policy(wanted: Wanted, columns: Columns, table: dict[str, object], stage: Path) -> str:
-    """Return the text of the policy, and write it unless it is the owner's own file."""
-    if wanted.policy is not None:
-        return wanted.policy.read_text(encoding="utf-8-sig")
-    text = policy_text(columns, table, wanted.data.name)
-    replace_text(stage / POLICY, text)
-    return text
 
 
 def policy_text(columns: Columns, table: dict[str, object], name: str) -> str:
@@ -337,7 +327,7 @@ def _device_text(wanted: Wanted, node: NodeConfig, address: str, place: Place) -
     if wanted.policy is not None:
         policy = _from(wanted.policy, folder)
     lines = [
-        f"# Device {place.number}, {place.name}, of the server {address}. Start it: polyfed device {DEVICE}",
+        f"# Device {place.number}, {place.name}, of the server {address}. Start it: {command('device', DEVICE)}",
         f"server = {toml_value(address)}",
         f"ca = {toml_value(CA)}",
         "",
