@@ -473,7 +473,8 @@ def test_who_guesses_is_slowed_down_unheard_and_keeps_nobody_else_out(
     found = [federation.call(guess, "127.0.0.2") for guess in guesses]
     assert [status for status, _ in found] == [403] * int(hub.FAILED) + [429] * 5
     assert json.loads(found[0][1]) == {"refused": "unknown"}
-    assert capsys.readouterr().err == "", "a stranger writes no line of the log"
+    said = [line for line in capsys.readouterr().err.splitlines() if "waiting for devices" not in line]
+    assert not said, "a stranger writes no line of the log"
     good = json.dumps({"secret": JoinToken.read(federation.tokens[0]).secret.hex()}).encode()
     assert federation.call(good, "127.0.0.2")[0] == 429
     assert federation.call(good)[0] == 200
@@ -595,8 +596,9 @@ class Hostile:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(folder / "server.pem", folder / "server.key")
-        self.server.socket = context.wrap_socket(self.server.socket, server_side=True)
-        Thread(target=self.server.serve_forever, daemon=True).start()
+        self.server.socket = context.wrap_socket(self.server.socket, server_side=True, do_handshake_on_connect=False)
+        self.server.handle_error = lambda request, address: None  # type: ignore[method-assign]
+        Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
         known = JoinToken.read(federation.tokens[0])
         address = f"127.0.0.1:{self.server.server_address[1]}"
         federation.tokens[0] = JoinToken(address, known.authority, known.secret).text()

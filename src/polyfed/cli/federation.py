@@ -1,4 +1,4 @@
-"""The verbs of a deployment: start a server or devices, let devices join, submit apps, look after jobs, ask for status."""
+"""The verbs of a deployment: start a server or devices, let devices join, submit apps, look after jobs, ask status."""
 
 import os
 import signal

@@ -61,9 +61,6 @@ class Place:
 class Door:
     """The calls of a device that joins. None is repeated, because somebody waits before the terminal.
 
-    Args:
-        token: the token.
-
     Attributes:
         authority: the bytes of `ca.pem`, after `recognise`.
         skew: by how many seconds this device's clock is ahead of the server's, after `ask`.

@@ -107,7 +107,6 @@ def join(token: str, wanted: Wanted, agree: Callable[[Proposal], bool]) -> Joine
     """Join the server of a token, or go on where an earlier call broke off.
 
     Args:
-        token: the token.
         agree: shows the proposal to the owner and returns the answer. Nothing is registered before.
 
     Returns:
