@@ -11,7 +11,7 @@ import http.client
 import json
 import socket
 import ssl
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from threading import Timer
@@ -170,13 +170,14 @@ class Door:
         watch = Timer(CALL_SECONDS, lambda: _cut(way))  # whatever it says after that is no whole answer
         watch.daemon = True
         watch.start()
+        held = ExitStack()
         try:
             way.connect()
             if words is not None and key is not None:
                 seen = way.sock.getpeercert(binary_form=True) or b""
                 words = {**words, "signature": key.sign(joining_text(self.token.secret, seen))}
             way.request(method, path, body=None if words is None else json.dumps(words).encode())
-            answer = way.getresponse()
+            answer = held.enter_context(way.getresponse())
             self.skew = ahead_of(answer.getheader("date", ""))
             if answer.length is None:
                 raise OSError("it takes too long, or broke off")
@@ -193,6 +194,7 @@ class Door:
             ) from None
         finally:
             watch.cancel()
+            held.close()
             way.close()
 
 
