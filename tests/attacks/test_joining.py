@@ -511,7 +511,11 @@ def test_nobody_registers_a_key_that_he_does_not_hold_or_that_was_signed_for_ano
     assert federation.keys == []
 
 
+COMPRESSED = b"".join(
+    len(part).to_bytes(4, "big") + part for part in (b"ecdsa-sha2-nistp384", b"nistp384", b"\2" + bytes(48))
+)
 KEYS = [
+    "ecdsa-sha2-nistp384 " + base64.b64encode(COMPRESSED).decode(),
     "",
     "ssh-rsa AAAA",
     "ecdsa-sha2-nistp384 AAAA",
@@ -526,9 +530,10 @@ KEYS = [
     + [json.dumps({"secret": "00" * 16, "key": key}).encode() for key in KEYS]
     + [json.dumps({"secret": "00" * 16, "key": [key]}).encode() for key in KEYS[:1]],
 )
-def test_a_call_that_is_none_is_refused(body: bytes, federation: Federation) -> None:
+def test_a_call_that_is_none_is_refused(body: bytes, federation: Federation, capsys: Any) -> None:
     assert federation.call(body)[0] in (400, 403)
     assert federation.keys == []
+    assert "a call failed" not in capsys.readouterr().err
 
 
 def test_of_a_call_to_join_little_is_read(federation: Federation) -> None:

@@ -409,7 +409,7 @@ def public_line(text: str) -> tuple[bytes, Any]:
         raise ValueError("a key is shorter")
     try:
         key = load_ssh_public_key(text.encode())
-    except UnsupportedAlgorithm as error:
+    except (UnsupportedAlgorithm, NotImplementedError) as error:  # a compressed point
         raise ValueError(str(error)) from None
     if not isinstance(key, ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey):
         raise ValueError(f"a key of type {type(key).__name__}")
