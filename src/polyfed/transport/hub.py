@@ -136,7 +136,7 @@ class Hub:
             await refuse(send, error.status_code, error.detail)
         except (OSError, sqlite3.Error, RuntimeError) as error:  # a full disk, a file that is gone; devices try again
             LOGGER.warning("a call failed: %s", error)
-            full = isinstance(error, OSError) and error.errno in FULL
+            full = getattr(error, "errno", 0) in FULL or getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_FULL
             with suppress(RuntimeError):  # the answer has begun
                 await refuse(send, 507 if full else 503, "the server cannot do this now")
         except ClientDisconnect:
@@ -345,8 +345,14 @@ class Hub:
                     raise HTTPException(429, "another call sends this reply")
                 if fits and file.tell() + len(piece) > size:
                     raise HTTPException(413, f"this reply has {size} bytes")
-                while fits and piece:
-                    piece = piece[file.write(piece) :]
+                try:
+                    while fits and piece:
+                        piece = piece[file.write(piece) :]
+                except OSError as error:
+                    if error.errno not in FULL:
+                        raise
+                    LOGGER.warning("a reply does not fit the disk: %s", error)
+                    raise HTTPException(507, "the disk of the server is full") from error
             return min(file.tell(), size)
 
     async def _complete(self, found: Waiting, digest: str) -> None:
