@@ -2,8 +2,8 @@
 
     python benchmarks/halving.py [--out runs/halving] [--jobs 1]
 
-The whole search continues the trials that halving stopped, from their checkpoints, so both together compute no round twice.
-The command goes on where it was stopped.
+The whole search continues the trials that halving stopped, from their checkpoints, so both together compute no round
+twice. The command goes on where it was stopped.
 """
 
 import argparse
@@ -79,7 +79,8 @@ def main() -> None:
     print("|---|---|---:|---:|---:|---|---|")
     for (scenario, method), row in rows.items():
         scores = f"{row['whole']:.3f} ± {row['error']:.3f} | {row['halving']:.3f} | {100 * row['rounds']:.0f} %"
-        print(f"| {scenario} | {method} | {scores} | {'yes' if row['same'] else 'no'} | {'yes' if row['holds'] else 'no'} |")
+        same, holds = ("yes" if row[key] else "no" for key in ("same", "holds"))
+        print(f"| {scenario} | {method} | {scores} | {same} | {holds} |")
     print(f"{sum(row['holds'] for row in rows.values())} of {len(rows)} hold; {time.monotonic() - started:.0f} s")
     facts = {f"{s}, {m}": rows[s, m] | {"searches": [halving[s, m], whole[s, m]]} for s, m in rows}
     (out / "halving.json").write_text(json.dumps(facts, indent=1))

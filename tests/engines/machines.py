@@ -69,7 +69,15 @@ class Machines:
             ip("-n", space, "addr", "add", f"{self.addresses[name]}/24", "dev", "eth0")
             ip("-n", space, "link", "set", "eth0", "up")
         for name in self.addresses:  # as on real machines; the gateway answers nothing
-            ip("-n", self.space(name), "route", "add", "default", "via", self.addresses[first].rpartition(".")[0] + ".99")
+            ip(
+                "-n",
+                self.space(name),
+                "route",
+                "add",
+                "default",
+                "via",
+                self.addresses[first].rpartition(".")[0] + ".99",
+            )
 
     def down(self) -> None:
         groups = {group for process in self.processes for group in groups_of(process.pid)}
@@ -99,7 +107,9 @@ class Machines:
 
     def inside(self, machine: str) -> list[int]:
         """Return the numbers of all processes of a machine."""
-        found = subprocess.run(["ip", "netns", "pids", self.space(machine)], capture_output=True, text=True, check=False)
+        found = subprocess.run(
+            ["ip", "netns", "pids", self.space(machine)], capture_output=True, text=True, check=False
+        )
         return [int(number) for number in found.stdout.split()]
 
     def cut_power(self, machine: str) -> None:

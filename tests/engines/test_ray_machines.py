@@ -13,18 +13,15 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-from safetensors.torch import load_file
 
 from engines.federations import rows, until
 from engines.machines import Machines
-from world import same
 
 pytest.importorskip("ray", reason="Ray is not installed")
 
@@ -35,6 +32,7 @@ ADDRESSES = {HEAD: "10.118.0.1", SECOND: "10.118.0.2", THIRD: "10.118.0.3"}
 ADDRESS = f"{ADDRESSES[HEAD]}:6379"
 ON_RAY = f"--set engine.cluster=ray --set engine.address={ADDRESS}"
 ROUNDS = 40
+MFEAT = Path(__file__).resolve().parents[3] / "shared" / "data" / "mfeat" / "mfeat.npz"
 
 RECIPE = """seed = 1
 rounds = {rounds}
@@ -42,7 +40,7 @@ data = {{ name = "toy", rows = 1500, shapes = {{ a = [48], b = [32] }} }}
 clients = {clients}
 train = {{ lr = 0.05, batch_size = 16 }}
 evaluate.every = 20
-engine.name = "{engine}"
+engine = {{ name = "{engine}", stack = 2 }}
 
 [model]
 embedding = 32
@@ -66,8 +64,8 @@ METHODS = {
     "hfm": (
         "vectorised",
         SILOS,
-        'local_rounds = 2\nbatch_fraction = 0.4\nmu = 0.1\n[egress.a]\nsilo = ["parameters", "embeddings"]\n[egress.b]\n'
-        'silo = ["parameters", "embeddings"]\n[egress.shared]\nsilo = ["parameters", "statistic", "ids"]',
+        'local_rounds = 2\nbatch_fraction = 0.4\nmu = 0.1\n[egress.a]\nsilo = ["parameters", "embeddings"]\n'
+        '[egress.b]\nsilo = ["parameters", "embeddings"]\n[egress.shared]\nsilo = ["parameters", "statistic", "ids"]',
     ),
     "pfmml": ("vectorised", MIXED, "uploads = 3\ncoefficient_lr = 0.05"),
     "scaffold": ("sequential", MIXED, ""),
@@ -87,12 +85,12 @@ class Cluster(Machines):
         super().__exit__(*given)
         shutil.rmtree(self.short, ignore_errors=True)
 
-    def node(self, name: str) -> None:
-        """Start Ray on a machine, and wait for it."""
+    def node(self, name: str, cores: int = 1, first: str = "true") -> None:
+        """Start Ray on a machine after a shell command, and wait for it."""
         before = self.told().count("Ray runtime started") if self.log.exists() else 0
         how = "--head --port=6379 --include-dashboard=false" if name == HEAD else f"--address={ADDRESS}"
-        limits = "--num-cpus=1 --object-store-memory=100000000"
-        self.start(name, f"exec ray start {how} --node-ip-address={ADDRESSES[name]} {limits} --block")
+        limits = f"--num-cpus={cores} --object-store-memory=100000000"
+        self.start(name, f"{first}; exec ray start {how} --node-ip-address={ADDRESSES[name]} {limits} --block")
         until(lambda: self.told().count("Ray runtime started") > before, f"Ray on {name}", 90)
 
     def only(self, num: int) -> None:
@@ -103,12 +101,26 @@ class Cluster(Machines):
             elif not self.inside(name):
                 self.node(name)
 
-    def command(self, text: str) -> "subprocess.Popen[bytes]":
-        return self.start(HEAD, f"exec polyfed {text}")
+    def command(self, text: str, first: str = "true") -> "subprocess.Popen[bytes]":
+        return self.start(HEAD, f"{first}; exec polyfed {text}")
 
     def run(self, text: str) -> None:
         code = self.command(text).wait(300)
         assert code == 0, self.told()[-3000:]
+
+    def refuse(self, text: str, *words: str, first: str = "true") -> None:
+        """A command ends within seconds with a sentence that has these words, and leaves nothing running."""
+        before, processes, began = len(self.told()), set(self.inside(HEAD)), time.monotonic()
+        code = self.command(text, first).wait(120)
+        seconds = time.monotonic() - began
+        told = self.told()[before:]
+        print(f"{seconds:.1f} s: {told.strip()}")
+        assert code == 2, told
+        assert "Traceback" not in told
+        for word in words:
+            assert word in " ".join(told.split()), told
+        assert seconds < 60
+        until(lambda: set(self.inside(HEAD)) <= processes, "the end of what the command has started", 30)
 
     def has_actor(self, name: str) -> bool:
         """Whether a worker of a run is on this machine."""
@@ -160,7 +172,7 @@ def expect_equal(run: Path, whole: Path) -> None:
     assert results[0]["metrics"] == results[1]["metrics"]
     assert rows(run / "egress.jsonl") == rows(whole / "egress.jsonl")
     name = f"checkpoint/round-{ROUNDS:06d}/state.safetensors"
-    assert same(load_file(run / name), load_file(whole / name))
+    assert (run / name).read_bytes() == (whole / name).read_bytes()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -278,3 +290,62 @@ def kill(cluster: Cluster, machine: str, title: str) -> bool:
             os.kill(number, signal.SIGKILL)
             return True
     return False
+
+
+def test_a_cluster_that_does_not_fit_is_refused_with_the_node_and_the_cause(cluster: Cluster, tmp_path: Path) -> None:
+    made, study = recipe(tmp_path, "fedavg"), tmp_path / "study.toml"
+    cluster.only(1)
+    out = f"--out {tmp_path}/out {ON_RAY}"
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "sitecustomize.py").write_text("import ray\nray.__version__ = '2.40.0'\n")
+    old = f"export PYTHONPATH={tmp_path}/old:$PYTHONPATH"
+    cluster.refuse(f"run {made} {out}", f"at {ADDRESS} does not take", "2.40.0", first=old)
+    cluster.refuse(f"run {made} {out} --set data.rows=300000", "node 10.118.0.1 has an object store of 95 MiB")
+    cluster.refuse(f"run {made} {out} --set engine.device=cuda --set engine.stack=2", "no node has a GPU")
+
+    (tmp_path / "other" / "torch-1.0.dist-info").mkdir(parents=True)
+    (tmp_path / "other" / "torch-1.0.dist-info" / "METADATA").write_text("Name: torch\nVersion: 1.0\n")
+    (tmp_path / "data").mkdir()
+    shutil.copy(MFEAT, tmp_path / "data" / "mfeat.npz")
+    hidden = f"mount -t tmpfs none {tmp_path}/data; export PYTHONPATH={tmp_path}/other:$PYTHONPATH"
+    cluster.node(SECOND, first=hidden)
+    cluster.refuse(f"run {made} {out}", "node 10.118.0.2 has torch 1.0, and this machine")
+    cluster.cut_power(SECOND)
+
+    cluster.node(SECOND, first=f"mount -t tmpfs none {tmp_path}/data")
+    (tmp_path / "recipe.toml").write_text(
+        SMALL.replace(
+            'data.name = "toy"', 'data = { name = "npz", path = "data/mfeat.npz", modalities = ["fou", "zer"] }'
+        )
+        .replace("encoders.a", "encoders.fou")
+        .replace("encoders.b", "encoders.zer")
+    )
+    study.write_text('seeds = [1]\nrecipe = "recipe.toml"\n[methods.fedavg]\n')
+    words = f"sweep {study} --out {tmp_path}/study --ray {ADDRESS}"
+    cluster.refuse(words, f"data.path: node 10.118.0.2 cannot read {tmp_path}/data/mfeat.npz", first=f"cd {tmp_path}")
+    cluster.cut_power(SECOND)
+    cluster.node(SECOND)
+    assert cluster.command(words, f"cd {tmp_path}").wait(120) == 0, cluster.told()[-3000:]  # a path relative to here
+
+
+def test_a_cluster_that_shrinks_to_nothing_ends_the_run_and_a_new_node_continues_it(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    made, whole, out = recipe(tmp_path, "scaffold"), tmp_path / "whole", tmp_path / "out"
+    cluster.run(f"run {made} --out {whole} --set engine.workers=1")
+    cluster.only(0)
+    cluster.node(HEAD, cores=0)
+    cluster.node(SECOND)
+    running, before = cluster.command(f"run {made} --out {out} {ON_RAY}"), len(cluster.told())
+    until(lambda: lines(out) >= 3, "the third round", 120)
+    cluster.cut_power(SECOND)
+    began = time.monotonic()
+    assert running.wait(120) == 2
+    told = " ".join(cluster.told()[before:].split())
+    print(f"{time.monotonic() - began:.1f} s: {told[-1000:]}")
+    assert "engine.cluster: no node of the cluster has 1 CPU" in told
+    assert "Traceback" not in told
+    cluster.node(SECOND)
+    cluster.run(f"run {made} --out {out} --resume {ON_RAY}")
+    expect_equal(out, whole)
+    cluster.only(0)

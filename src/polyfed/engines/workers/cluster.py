@@ -12,6 +12,7 @@ import re
 import socket
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -35,6 +36,8 @@ LARGE = 2**20
 
 CONNECT_SECONDS, START_SECONDS = 10.0, 60.0
 """How long polyfed waits for the address of a cluster, and for the facts of its nodes or the start of an actor."""
+
+UNREADABLE = -1
 
 STORE_SHARE = 0.8
 """Share of a node's object store that the data may take. Messages and replies need the rest."""
@@ -104,12 +107,31 @@ class Cluster:
                 ray.init(address=address or None, logging_level=logging.ERROR, log_to_driver=True)
         except (OSError, RuntimeError, ValueError) as error:
             where = f"the cluster at {address}" if address else "a cluster on this machine"
+            why = " ".join(str(error).split())[:400]  # all its lines: they name both releases
             raise RecipeError(
-                f"Ray: {where} does not take this process: {in_short(error)}. Compare `ray status` on its head with "
+                f"Ray: {where} does not take this process: {why}. Compare `ray status` on its head with "
                 "the address, and install the same versions of Ray and Python everywhere"
             ) from error
         self._ours = True
         return ray
+
+    def refuse_unread(self, path: Path) -> None:
+        """Refuse the cluster if a node cannot read this file or folder of data, or has a file of another size there.
+
+        Raises:
+            RecipeError: all faults of all nodes.
+        """
+        nodes, here, faults = self._alive(), _size_at(str(path)), []
+        for node, size in zip(nodes, self._ask(nodes, _size_at, str(path)), strict=True):
+            if isinstance(size, int) and size != here:
+                other = f"has another file ({size} instead of {here} bytes) at"
+                how = "cannot read" if size == UNREADABLE else other
+                faults.append(f"node {node['NodeManagerAddress']} {how} {path}")
+        if faults:
+            raise RecipeError(
+                f"[data] path: {'; '.join(faults)}. Put the data on a disk that all nodes share, or copy it to each",
+                ("data", "path"),
+            )
 
     def refuse_folder(self, folder: Path) -> None:
         """Refuse the cluster if a node has other versions, or does not see a folder of this machine.
@@ -215,6 +237,8 @@ class Cluster:
         """
         ray, need = self._ray, self._options
         kind, each = ("GPU", 1) if "num_gpus" in need else ("CPU", need["num_cpus"])
+        if none_yet:
+            self._refuse_nothing(kind, each)
         free = int(ray.available_resources().get(kind, 0) // each)
         num = max(min(num, free), 1 if none_yet else 0)
         made = [ray.remote(Actor).options(**need).remote(self._payload, *self._arguments) for _ in range(num)]
@@ -237,6 +261,23 @@ class Cluster:
             )
         return started
 
+    def _refuse_nothing(self, kind: str, each: int) -> None:
+        """Wait a moment for a node that is large enough for a worker.
+
+        Raises:
+            RecipeError: the cluster has none, however busy its nodes are.
+        """
+        end = time.monotonic() + CONNECT_SECONDS
+        while not any(node["Resources"].get(kind, 0) >= each for node in self._alive()):
+            if time.monotonic() > end:
+                left = ", ".join(node["NodeManagerAddress"] for node in self._alive()) or "none"
+                raise RecipeError(
+                    f"[engine] cluster = 'ray': no node of the cluster has {each} {kind}(s) for a worker; nodes that "
+                    f"are left: {left}. Add nodes with `ray start --address=...`, and continue with --resume",
+                    ("engine", "cluster"),
+                )
+            time.sleep(0.2)
+
     def once(self, content: NDArray[np.uint8]) -> Any:
         """Return a reference to an array. Ray sends the array once to each node, however many actors read it."""
         if self._once is None or self._once[0] is not content:
@@ -248,7 +289,7 @@ class Cluster:
         return set(self._ray.wait(list(pending), num_returns=1)[0])
 
     def result(self, pending: Any) -> tuple[Done, NDArray[np.uint8]]:
-        """Return what a call of an actor returned.
+        """Return what a call of an actor returned. Nobody may write to the array, which is Ray's own.
 
         Raises:
             Lost: the actor or its node has ended.
@@ -257,7 +298,7 @@ class Cluster:
             done, content = self._ray.get(pending)
         except self._ray.exceptions.RayError as error:
             raise Lost(in_short(error)) from error
-        return done, np.array(content)  # Ray's own copy must not be written to
+        return done, content
 
     def kill(self, actor: Any) -> None:
         """End an actor."""
@@ -307,6 +348,13 @@ class Actor:
         return done, up.content
 
 
+def node_of() -> str:
+    """Return the address of the node on which this process of Ray runs."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
 def facts() -> dict[str, str]:
     """Return the versions on which results and messages depend; empty for a package that is not there."""
     found = {"Python": platform.python_version()}
@@ -320,6 +368,17 @@ def facts() -> dict[str, str]:
 
 def _exists(path: str) -> bool:
     return os.path.exists(path)
+
+
+def _size_at(path: str) -> int:
+    """Return the bytes of a file, 0 for a folder, or `UNREADABLE`."""
+    try:
+        with open(path, "rb") as file:
+            return os.fstat(file.fileno()).st_size
+    except IsADirectoryError:
+        return 0 if os.access(path, os.R_OK | os.X_OK) else UNREADABLE
+    except OSError:
+        return UNREADABLE
 
 
 def copy_of(engine: Served) -> Served:
