@@ -236,7 +236,7 @@ class Cluster:
             RecipeError: at least one must start, and none did.
         """
         ray, need = self._ray, self._options
-        kind, each = ("GPU", 1) if "num_gpus" in need else ("CPU", need["num_cpus"])
+        kind, each = ("GPU", 1) if "num_gpus" in need else ("CPU", max(1, self._arguments[0]))
         if none_yet:
             self._refuse_nothing(kind, each)
         free = int(ray.available_resources().get(kind, 0) // each)
@@ -352,7 +352,7 @@ def node_of() -> str:
     """Return the address of the node on which this process of Ray runs."""
     import ray
 
-    return str(ray.util.get_node_ip_address())
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 def facts() -> dict[str, str]:
