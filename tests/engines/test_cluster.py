@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -326,6 +327,23 @@ def test_a_study_needs_a_folder_that_all_nodes_see(nodes: Any, study: Path, monk
     monkeypatch.setattr(cluster, "_exists", lambda path: False)
     with refuses(RecipeError, "nodes share"):
         polyfed.sweep(study, study.parent / "there", ray="")
+
+
+def test_a_head_that_has_ended_ends_the_run_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of Ray would wait for a minute, and then end this process."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    there = cluster.Cluster()
+    there._ray = SimpleNamespace(
+        wait=lambda pending, **_: ([], pending),
+        is_initialized=lambda: True,
+    )
+    there._ours, there._head = True, f"127.0.0.1:{port}"
+    with refuses(RecipeError, f"engine.cluster: 127.0.0.1:{port}"):
+        there.wait(["job"])
+    there.kill("actor")  # neither calls Ray
+    there.close()
+    assert there.lost
 
 
 @pytest.fixture

@@ -192,7 +192,7 @@ class RayPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for messages in self._running:
+        for messages in [] if self.cluster.lost else self._running:
             with contextlib.suppress(Exception):  # the cluster may be gone
                 self._ray.cancel(messages, force=True)
         self.cluster.close()
@@ -203,7 +203,12 @@ class RayPool:
         return len(self._running)
 
     def refusal(self) -> str:
-        """Return why no further run can start now, or "" if a run can start."""
+        """Return why no further run can start now, or "" if a run can start.
+
+        Raises:
+            RecipeError: the head of the cluster has ended.
+        """
+        self.cluster.refuse_lost_head()
         cores = int(self._ray.cluster_resources().get("CPU", 0))
         most = min(self.jobs or cores, max(1, cores))
         return f"{most} runs at once are carried out" if self.running >= most else ""
@@ -224,11 +229,19 @@ class RayPool:
         facts = {"recipe": recipe, "folder": str(folder), "until": until, "at": os.getcwd()}
         content = json.loads(json.dumps(facts, default=str))
         options = needs | {"max_retries": 0, "num_returns": "streaming", "scheduling_strategy": "SPREAD"}
-        self._running[self._task.options(**options).remote(content)] = job
+        with self.cluster.explained():
+            self._running[self._task.options(**options).remote(content)] = job
 
     def message(self, seconds: float) -> Message | None:
-        """Return the next message of a run; see `Pool.message`."""
-        ready, _ = self._ray.wait(list(self._running), num_returns=1, timeout=seconds) if self._running else ([], [])
+        """Return the next message of a run; see `Pool.message`.
+
+        Raises:
+            RecipeError: the head of the cluster has ended.
+        """
+        self.cluster.refuse_lost_head()
+        with self.cluster.explained():
+            waited = self._ray.wait(list(self._running), num_returns=1, timeout=seconds) if self._running else ([], [])
+        ready, _ = waited
         for messages in ready:
             job = self._running[messages]
             try:
