@@ -162,7 +162,7 @@ def lines(run: Path) -> int:
 def sleep_to(run: Path, draw: random.Random) -> None:
     """Wait for a random moment of a run."""
     first = draw.randint(1, ROUNDS // 4)
-    until(lambda: lines(run) >= first, f"round {first} of {run}", 120)
+    until(lambda: lines(run) >= first, f"round {first} of {run}", 300)
     time.sleep(draw.uniform(0.0, 0.3))
 
 
@@ -344,7 +344,7 @@ def test_a_cluster_that_shrinks_to_nothing_ends_the_run_and_a_new_node_continues
     cluster.node(HEAD, cores=0)
     cluster.node(SECOND)
     running, before = cluster.command(f"run {made} --out {out} {ON_RAY}"), len(cluster.told())
-    until(lambda: lines(out) >= 3, "the third round", 120)
+    until(lambda: lines(out) >= 3, "the third round", 300)
     cluster.cut_power(SECOND)
     began = time.monotonic()
     assert running.wait(240) == 2
