@@ -19,6 +19,7 @@ from polyfed.data import Population
 from polyfed.deploy.app_folder import data_of, placed
 from polyfed.deploy.handlers import MEGABYTE, Simulated
 from polyfed.deploy.server.claimed_shapes import without_absent
+from polyfed.deploy.server.countersignatures import collect_receipts
 from polyfed.deploy.server.enrolment import enrolled, enrolment_in
 from polyfed.deploy.server.membership import Membership
 from polyfed.deploy.server.run_log import LOGGER, RunStatus, listeners_of
@@ -138,7 +139,7 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, str], execute:
         records = Records(out, resume=True, audit=AuditLog(out))
         emit = Emitter(listeners)
         with only_server(out):
-            members = Membership(out)
+            members = Membership(out, transport.joined)
             transport.vet, transport.limit = members.refusal, recipe.deployment.message_megabytes * MEGABYTE
             transport.rounds_left = max(recipe.rounds - newest(records.checkpoints), 1)
             transport.run = str(records.facts().get("run", "")) if records.begun else ""
@@ -156,6 +157,7 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, str], execute:
                     app=recipe_path.parent,
                     deployed=True,
                 )
+            collect_receipts(out, str(records.facts()["run"]), transport)
 
 
 @contextmanager
