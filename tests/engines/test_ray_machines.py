@@ -44,8 +44,8 @@ engine = {{ name = "{engine}", stack = 2 }}
 
 [model]
 embedding = 32
-encoders.a = {{ kind = "mlp", hidden = [256] }}
-encoders.b = {{ kind = "mlp", hidden = [256] }}
+encoders.a = {{ kind = "mlp", hidden = [640] }}
+encoders.b = {{ kind = "mlp", hidden = [640] }}
 
 [algorithm]
 name = "{method}"
