@@ -689,11 +689,35 @@ def test_the_file_of_one_client_is_scored_as_in_the_simulation(
         assert float(shown.columns.modalities["a"].take(rows).abs().max()) < 6, "a device scales its file once"
 
 
-def test_the_files_of_single_clients_hold_no_words_that_became_numbers(tmp_path: Path) -> None:
-    np.savez(tmp_path / "mine.npz", a=np.eye(20), sex=np.array(["f", "m"] * 10), label=np.arange(20) % 2)
-    text = OWN_ARRAYS.format(tmp_path / "mine.npz", '["a", "sex"]\ncolumns = { sex = "one-hot" }')
+def test_the_files_of_single_clients_hold_the_words_and_holes_of_the_file(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    age, sex = draw.normal(size=60), np.array(["f", "m", "x"])[draw.integers(0, 3, 60)]
+    age[::9] = np.nan
+    np.savez(tmp_path / "mine.npz", a=draw.normal(size=(60, 2)), age=age, sex=sex, label=np.arange(60) % 2)
+    columns = '["a", "age", "sex"]\ncolumns = { sex = "one-hot", age = "mean" }'
+    (tmp_path / "recipe.toml").write_text(OWN_ARRAYS.format(tmp_path / "mine.npz", columns))
+    recipe = polyfed.load_recipe(tmp_path / "recipe.toml")
+    polyfed.run(recipe, tmp_path / "run", engine="sequential")
+    sites, population = polyfed.evaluate(tmp_path / "run").content["sites"], population_of(recipe)
+    for client, place in enumerate(write_nodes(recipe, tmp_path)):
+        assert population.test is not None
+        rows = torch.cat([population.train[client], population.test[client]]).numpy()
+        with np.load(place / "data.npz") as arrays:
+            assert arrays["sex"].tolist() == sex[rows].tolist()
+            np.testing.assert_array_equal(arrays["age"], age[rows])
+        alone = polyfed.evaluate(tmp_path / "run", data=place / "data.npz").content["pooled"]
+        assert alone["metrics"] == sites[str(client)]["metrics"]
+
+
+def test_names_of_image_files_are_not_copied_into_the_files_of_clients(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image", reason="the extra polyfed[image] is not installed")
+    for k in range(4):
+        image.new("RGB", (4, 4), (60 * k, 0, 0)).save(tmp_path / f"{k}.png")
+    names = np.array([f"{k % 4}.png" for k in range(20)])
+    np.savez(tmp_path / "mine.npz", a=np.ones((20, 2)), seen=names, label=np.arange(20) % 2)
+    text = OWN_ARRAYS.format(tmp_path / "mine.npz", '["a", "seen"]\ncolumns = { seen = "image" }')
     (tmp_path / "recipe.toml").write_text(text)
-    with refuses(RecipeError, "numbers of sex"):
+    with refuses(RecipeError, "data.columns: image files"):
         write_nodes(polyfed.load_recipe(tmp_path / "recipe.toml"), tmp_path)
 
 

@@ -88,6 +88,7 @@ STRIKING: dict[tuple[str, str], list[Any]] = {
     ("limits", "max_runs_per_day"): [1],
     ("limits", "max_evaluations_per_day"): [0],
     ("evaluate", "clients"): [1],
+    ("evaluate", "unimodal"): ["head", "prototype"],  # "auto" is one of these or "zero"
     ("server", "max_norm"): [1e-3],
     ("algorithm", "active_rounds"): [0],
     ("algorithm", "per_epochs"): [0],

@@ -567,14 +567,14 @@ def _binary(
     objective: Objective, one: Tensor, two: Tensor, y: Tensor, names: Sequence[str] | None
 ) -> dict[str, tuple[Any, Floats, Floats, Any]]:
     """Return, for each class, label or question, which rows are positive, the scores of both models, and the rows."""
-    ranked = objective.ranked_rows(one, _batch(y)), objective.ranked_rows(two, _batch(y))
+    mine, theirs = objective.ranked_rows(one, _batch(y)), objective.ranked_rows(two, _batch(y))
     found: dict[str, tuple[Any, Floats, Floats, Any]] = {}
-    if ranked[0] is None or ranked[1] is None:
+    if mine is None or theirs is None:
         return found
-    (first, positive, negative), (second, _, _) = ranked
+    first, positive, negative = mine
     for place in range(positive.shape[1]):
         known = (positive | negative)[:, place]
-        scores = (side[known, place].double().numpy() for side in (first, second))
+        scores = (side[known, place].double().numpy() for side in (first, theirs[0]))
         label = objective.ranked_name(place, positive.shape[1], names)
         found[label] = (positive[known, place].numpy(), *scores, known.numpy())  # type: ignore[assignment]
     return found

@@ -73,7 +73,8 @@ def pair_sums(truth: Tensor, score: Tensor) -> Tensor:
 def _alike(values: Tensor) -> Tensor:
     """Return for each entry how many entries are equal to it, itself included."""
     _, place, counts = torch.unique(values, return_inverse=True, return_counts=True)
-    return counts[place]
+    found: Tensor = counts[place]
+    return found
 
 
 def _below_before(y: Tensor, s: Tensor) -> Tensor:
@@ -93,7 +94,8 @@ def _below_before(y: Tensor, s: Tensor) -> Tensor:
         merged = pairs.sort(1)
         parts, rows = merged.values.reshape(-1), owners.gather(1, merged.indices).reshape(-1)
         width *= 2
-    return found[:n]
+    every: Tensor = found[:n]
+    return every
 
 
 def average_precision(truth: Tensor, score: Tensor) -> float | None:
