@@ -135,8 +135,8 @@ SUBTLE = {
 }
 """Options that matter only with other data than those of the laws, and where a test shows it."""
 
-ROUNDS = {"pfmml": 6, "cmsfed": 4, "vfl": 1}
-"""Rounds, if not two: more where an option needs them to matter, fewer where a round has many requests."""
+ROUNDS = {"pfmml": 6, "cmsfed": 4}
+"""Rounds, if not two: more where an option needs them to matter."""
 
 
 def base(configuration: str) -> dict[str, Any]:
