@@ -96,8 +96,6 @@ class Engine(ABC):
     name: str
     keeps_locals: ClassVar[bool] = True
     """Whether `locals` holds the clients' local states. If not, each client keeps its local state in its process."""
-    holds = False
-    """Whether clients work on while the server goes on (`gather`). In one process, all is computed when it is asked."""
 
     def __init__(
         self,
@@ -155,21 +153,6 @@ class Engine(ABC):
         Raises:
             EgressError: a client's policy refused to release its reply.
         """
-
-    def gather(
-        self, round: int, asked: Sequence[tuple[Request, Sequence[int], Send]], enough: int, interval_s: float | None
-    ) -> list[Answer]:
-        """Ask clients, and return for each request the answers that have come when `enough` clients have replied.
-
-        A client that is neither among the replies nor missing still works. The next call names it again.
-
-        Args:
-            round: the round that fills a buffer.
-            asked: the requests, each with its clients and with what they received, also those of earlier rounds.
-            enough: number of replies to all requests together.
-            interval_s: see `Federation.gather`.
-        """
-        raise AssertionError(f"the clients of the engine {self.name} do not work on while the server goes on")
 
     def close(self) -> None:  # noqa: B027
         """End the processes that the engine has started. The engine starts them again if it gets another request."""

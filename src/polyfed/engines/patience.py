@@ -288,9 +288,8 @@ class PatientTransport(ABC):
                 self._look(run)
                 looked = time.monotonic()
             if not came:
-                self._pause(
-                    run.started, min([end, *(self._since[client] + patience.seconds for client in run.pending())])
-                )
+                ends = [end, *(self._since[client] + patience.seconds for client in run.pending())]
+                self._pause(run.started, min(one for one in ends if one > time.monotonic()))
         answers, run.answers = run.answers, {}
         run.packets = {client: packet for client, packet in run.packets.items() if client not in answers}
         self._since = {client: since for client, since in self._since.items() if client not in answers}

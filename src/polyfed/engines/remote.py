@@ -106,10 +106,10 @@ class Remote(Engine):
             replies |= self._exchanged(request, asked, send, missing)
         return Answer.of(stacked(replies), missing)
 
-    @override
     def gather(
         self, round: int, asked: Sequence[tuple[Request, Sequence[int], Send]], enough: int, interval_s: float | None
     ) -> list[Answer]:
+        """Ask clients, and return what has come when `enough` have replied; see `polyfed.federation.Holding`."""
         packets: dict[int, Packet] = {}
         messages: dict[int, Message] = {}
         request_of = {client: request for request, clients, _ in asked for client in clients}

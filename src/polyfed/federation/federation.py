@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -49,24 +49,33 @@ Watch = Callable[[Send, Replies], None]
 
 
 class Answering(Protocol):
-    """The part of an engine that the federation uses.
-
-    Attributes:
-        name: its name.
-        holds: whether its clients can work on while the server goes on, so that it has `gather`.
-    """
+    """The part of an engine that the federation uses."""
 
     name: str
-    holds: bool
 
     def answer(self, request: Request, clients: Sequence[int], send: Send) -> Answer:
         """Run the task on these clients and return the replies that passed the clients' egress gates."""
         ...
 
+
+class Holding(Answering, Protocol):
+    """An engine whose clients work on while the server goes on, if it `holds` their requests."""
+
+    holds: bool
+
     def gather(
         self, round: int, asked: Sequence[tuple[Request, Sequence[int], Send]], enough: int, interval_s: float | None
     ) -> list[Answer]:
-        """Ask clients, and return for each request the answers that have come when `enough` clients have replied."""
+        """Ask clients, and return for each request the answers that have come when `enough` clients have replied.
+
+        A client that is neither among the replies nor missing still works. The next call names it again.
+
+        Args:
+            round: the round that fills a buffer.
+            asked: the requests, each with its clients and with what they received, also those of earlier rounds.
+            enough: number of replies to all requests together.
+            interval_s: see `Federation.gather`.
+        """
         ...
 
 
@@ -130,6 +139,11 @@ class Federation:
             objective, size = context.objective, context.num_classes
             self._validator = MessageValidator(self.template, context.model, self.clients.modalities, objective, size)
         return self._validator
+
+    @property
+    def holding(self) -> Holding | None:
+        """The engine, if its clients work on while the server goes on."""
+        return cast(Holding, self.engine) if getattr(self.engine, "holds", False) else None
 
     def capped(self, rows: Mapping[int, float]) -> dict[int, float]:
         """Return the numbers of rows that clients reported, each at most `rows_cap` times the median of those above 0.
@@ -267,8 +281,8 @@ class Federation:
         what, number = path_of(task, self.owner), self.asked
         enough = max(enough, min(self.min_replies, len(open) + len(clients)))
         new = [OpenWork(client, self.round, number, dict(changes)) for client in sorted(clients)]
-        if self.engine.holds:
-            buffer = self._gathered(task, [*open, *new], {**sent, self.round: send}, enough, interval_s)
+        if self.holding is not None:
+            buffer = self._gathered(self.holding, task, [*open, *new], {**sent, self.round: send}, enough, interval_s)
         else:
             fresh = self.ask(task, clients, send, quorum=False)
             times = {} if self.clock is None else self.clock.times().seconds.get(number, {})
@@ -282,6 +296,7 @@ class Federation:
 
     def _gathered(
         self,
+        engine: Holding,
         task: Task,
         works: Sequence[OpenWork],
         sent: Mapping[int, Message],
@@ -300,7 +315,7 @@ class Federation:
             asked.append((request, sorted(clients), contiguous(self.ranks.sized(sent[round], clients))))
         peak = max([0.0, *(self._check_sent(one, sent[one.round]) for one, *_ in asked if one.round == self.round)])
         parts, missing = list[ReplyStack](), dict[int, str]()
-        answers = self.engine.gather(self.round, asked, enough, interval_s)
+        answers = engine.gather(self.round, asked, enough, interval_s)
         for (request, _, message), answer in zip(asked, answers, strict=True):
             usable, lost = self.usable(request, answer, message)
             replies = Replies(usable, self._missing(request, lost, peak))

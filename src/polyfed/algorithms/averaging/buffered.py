@@ -211,13 +211,14 @@ class Buffered(Averaging[B]):
 
     def _moved(self, buffer: Buffer, sent: Mapping[int, Message], state: Any, fed: Federation) -> Replies:
         """Return the replies as if all clients had begun at the model now. Replies to this model stay as they are."""
-        factors, parts, changed = self._factors(buffer, state, fed), list[ReplyStack](), dict[int, Message]()
+        factors, parts, changed = self._factors(buffer, state, fed), list[ReplyStack](), dict[int, Any]()
         for part in buffer.replies.parts:
             if all(self._is_fresh(buffer.works[client], factors[client], state) for client in part.clients):
                 parts.append(part)
                 continue
             for client in part.clients:
-                reply, began = buffer.replies[client], sent[buffer.works[client].round]
+                reply: Any = buffer.replies[client]
+                began: Any = sent[buffer.works[client].round]
                 start, now = (_of(client, message, fed) for message in (began, replace(began, params=state.params)))
                 params = {
                     name: _shifted(
@@ -270,7 +271,7 @@ class Buffered(Averaging[B]):
     @override
     def idle_options(self, fed: Federation) -> dict[str, str]:
         idle = super().idle_options(fed)
-        if fed.clock is None and not fed.engine.holds:
+        if fed.clock is None and fed.holding is None:
             idle["interval_s"] = "a simulation without [network]"
         return idle | ({} if self.exponent else {"staleness": "exponent = 0", "placebo": "exponent = 0"})
 
