@@ -32,6 +32,7 @@ from polyfed.core.messages import Message
 from polyfed.core.option_checks import COST, NOT_NEGATIVE, PLACEBO, POSITIVE, NotSearched, SearchRange
 from polyfed.core.problems import Conflict
 from polyfed.core.tree import SHARED, Tree, block_of
+from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.clock import Timetable
 from polyfed.federation.federation import Federation
 from polyfed.federation.open_work import Buffer, OpenWork
@@ -158,7 +159,6 @@ class Buffered(Averaging[B]):
         send = self.outgoing(state, beginners, fed)
         if not isinstance(send, Message):
             raise RecipeError(f"{type(self).__name__}: `outgoing` of a buffered method returns one message for all")
-        enough = self.buffer if isinstance(self.buffer, int) else max(1, round(self.buffer * running))
         buffer = fed.gather(
             self.update,
             beginners,
@@ -166,7 +166,7 @@ class Buffered(Averaging[B]):
             open=state.open,
             sent=state.sent,
             changes=state.changes,
-            enough=enough,
+            enough=self.merges(fed.clients),
             now_s=state.now_s,
             interval_s=self.interval_s,
         )
@@ -185,6 +185,11 @@ class Buffered(Averaging[B]):
         after = self.merge(state.with_(train_loss=mean_loss(buffer.replies, fed), staleness=seen), moved, fed)
         changed = {MODEL, *seen}
         return after.with_(changes={block: count + (block in changed) for block, count in state.changes.items()})
+
+    @override
+    def merges(self, clients: ClientRegistry) -> int:
+        given = self.buffer
+        return given if isinstance(given, int) else max(1, round(given * self.selector.needed(clients)))
 
     def _beginners(self, busy: set[int], running: int, fed: Federation) -> list[int]:
         """Return the clients that begin now: as many as are missing from `running`, drawn from those that are free."""
