@@ -334,7 +334,7 @@ def test_a_request_that_never_arrived_does_not_count_as_agreeing(tmp_path: Path)
 
 
 def is_update(row: dict[str, Any], round: int) -> bool:
-    return (row.get("client"), row.get("round"), row.get("message")) == (0, round, "Update")
+    return (row.get("client"), row.get("round"), row.get("ask"), row.get("destination")) == (0, round, 0, "server")
 
 
 def rewritten(folder: Path, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:
