@@ -19,6 +19,7 @@ from polyfed.data import Population
 from polyfed.deploy.app_folder import data_of, placed
 from polyfed.deploy.handlers import MEGABYTE, Simulated
 from polyfed.deploy.server.claimed_shapes import without_absent
+from polyfed.deploy.server.countersignatures import collect_receipts
 from polyfed.deploy.server.enrolment import enrolled, enrolment_in
 from polyfed.deploy.server.membership import Membership
 from polyfed.deploy.server.run_log import LOGGER, RunStatus, listeners_of
@@ -162,6 +163,7 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, str], execute:
                     app=recipe_path.parent,
                     deployed=True,
                 )
+            collect_receipts(out, str(records.facts()["run"]), transport)
 
 
 @contextmanager
