@@ -10,9 +10,9 @@ Files:
     local_federation: a server and its devices as processes of this machine.
     server/: what runs on the server. `hosting` starts the server, `queued_run` a run, whose main function is in
         `server`, and `jobs` has the queue of runs and their supervisor. `enrolment`, `membership` and `claimed_shapes`
-        decide who takes part.
-    device/: what runs on a device. `agent` waits for the server, `tasks` runs the tasks, and `device_file` and
-        `configuration` are what its owner writes.
+        decide who takes part, and `registration` who may.
+    device/: what runs on a device. `agent` waits for the server, `tasks` runs the tasks, `device_file` and
+        `configuration` are what its owner writes, and `joining` writes it for the owner.
 
 The functions here need one of the extras `server` and `device`. Without it, they raise an error that says so.
 """
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ServerPorts",
     "enqueue",
+    "needing_extra",
     "run_device",
     "run_locally",
     "run_server",
@@ -53,8 +54,12 @@ def __getattr__(name: str) -> Any:
 
 
 @contextmanager
-def _needing_extra(what: str) -> Iterator[None]:
-    """Turn a failed import of an optional package into an error that names the extra to install."""
+def needing_extra(what: str) -> Iterator[None]:
+    """Turn a failed import of an optional package into an error that names the extra to install.
+
+    Raises:
+        RecipeError: an import in the block fails.
+    """
     try:
         yield
     except ImportError as error:
@@ -67,7 +72,7 @@ def write_credentials(folder: Path, nodes: int, hosts: Sequence[str] = ()) -> Pa
     Raises:
         RecipeError: an argument is wrong, or the extra is not installed.
     """
-    with _needing_extra("making certificates"):
+    with needing_extra("making certificates"):
         from polyfed.deploy import credentials
     return credentials.write_credentials(folder, nodes, hosts)
 
@@ -81,7 +86,7 @@ def run_locally(recipe_path: Path, folder: Path) -> Path:
     Raises:
         PolyfedError: the run ended with an error, or the extra is not installed.
     """
-    with _needing_extra("a local federation"):
+    with needing_extra("a local federation"):
         from polyfed.deploy import local_federation as local
     return local.run_locally(recipe_path, folder)
 
@@ -95,7 +100,7 @@ def submit(app: Path, credentials: Path, changes: Mapping[str, str]) -> Path:
     Raises:
         PolyfedError: the run ended with an error, or no server uses the credentials.
     """
-    with _needing_extra("a run with devices"):
+    with needing_extra("a run with devices"):
         from polyfed.deploy.server import hosting, queued_run
     if not hosting.serves(credentials):
         raise TransportError(f"no server uses {credentials}; start it: {command('server', credentials)}")
@@ -108,9 +113,7 @@ def enqueue(app: Path, credentials: Path, changes: Mapping[str, str], at: float,
     Raises:
         PolyfedError: the app is wrong, or the folder holds no credentials of a server.
     """
-    if not (credentials / "server.pem").exists():
-        raise RecipeError(f"{credentials} holds no server.pem. Give the folder of the server (--credentials)")
-    with _needing_extra("a run with devices"):
+    with needing_extra("a run with devices"):
         from polyfed.deploy.server import queued_run
     return queued_run.enqueue(app, credentials, changes, at, wait)
 
@@ -121,7 +124,7 @@ def run_server(credentials: Path, ports: ServerPorts, jobs: int = 1) -> None:
     Raises:
         RecipeError: an argument is wrong, or an extra is not installed.
     """
-    with _needing_extra("a server"):
+    with needing_extra("a server"):
         from polyfed.deploy.server import hosting
     hosting.server(credentials, ports, jobs)
 
@@ -132,6 +135,6 @@ def run_device(path: Path, metrics_port: int) -> None:
     Raises:
         RecipeError: an argument is wrong, or an extra is not installed.
     """
-    with _needing_extra("a device"):
+    with needing_extra("a device"):
         from polyfed.deploy.device import device_file
     device_file.device(path, metrics_port)

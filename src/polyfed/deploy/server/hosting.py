@@ -1,10 +1,11 @@
 """Start polyfed's own server, `polyfed server`. Its process serves devices and holds no PyTorch."""
 
+import time
 from pathlib import Path
 from typing import Any
 
 from polyfed.core.errors import RecipeError
-from polyfed.deploy.credentials import SERVER, care_for_certificate, check_server
+from polyfed.deploy.credentials import SERVER, care_for_certificate, check_server, days_left
 from polyfed.deploy.metrics import require_prometheus
 from polyfed.deploy.processes import HOST, ServerPorts, listens
 from polyfed.deploy.server.jobs import Jobs, supervised
@@ -45,20 +46,23 @@ def server(credentials: Path, ports: ServerPorts, jobs: int = 1) -> None:
 
 def _add_monitors(hub: HubServer, ports: ServerPorts, statuses: Path) -> None:
     """Serve health, metrics and status on the ports that `ports` asks for."""
-    from polyfed.deploy.server.monitor import TOKEN, ServerMonitor, token_at  # only here, as it imports PyTorch
+    from polyfed.deploy.server.monitor import TOKEN, ServerMonitor, status_of, token_at  # only here: it imports PyTorch
+    from polyfed.deploy.server.web_page import WebPage
 
     require_prometheus()
 
     def facts() -> dict[str, Any]:
         found = sorted(statuses.glob("*/"), key=lambda one: one.stat().st_mtime, reverse=True)[:SHOWN]
+        ends = {"certificate_ends": time.time() + days_left(hub.credentials) * 24 * 3600}
         jobs = Jobs(hub.credentials)
         shown = [jobs.facts(job) for job in jobs.all()[-SHOWN:]]
-        return {**hub.hub.facts(), "runs": [one.name for one in found], "jobs": shown}
+        return {**hub.hub.facts(), **ends, "runs": [one.name for one in found], "jobs": shown}
 
+    token = token_at(hub.credentials / TOKEN)
     if ports.metrics_port:
-        hub.add(ServerMonitor(facts, statuses), HOST, ports.metrics_port, tls=False)
+        page = WebPage(Jobs(hub.credentials), lambda: status_of(facts(), statuses), token)
+        hub.add(ServerMonitor(facts, statuses, web=page.answer), HOST, ports.metrics_port, tls=False)
     if ports.status_port:
-        token = token_at(hub.credentials / TOKEN)
         hub.add(ServerMonitor(facts, statuses, token), ports.host, ports.status_port, tls=True)
 
 
