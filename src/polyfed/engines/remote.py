@@ -7,7 +7,8 @@ lists the refused parts.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,7 @@ class ReplyTerms:
         stop_on_refusal: whether a client's refusal ends the run. Otherwise the request continues without the client.
         relay: whether the server may relay, and so see, the messages between clients of a silo.
         limit: size in bytes of the largest message that server and clients read.
+        holds: whether clients may work on while the server goes on.
     """
 
     session: int = 0
@@ -66,6 +68,7 @@ class ReplyTerms:
     stop_on_refusal: bool = True
     relay: bool = False
     limit: int = 2**29
+    holds: bool = True
 
 
 class Remote(Engine):
@@ -86,7 +89,7 @@ class Remote(Engine):
 
     def __init__(self, *args: Any, transport: Transport, terms: ReplyTerms, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.transport, self.terms = transport, terms
+        self.transport, self.terms, self.holds = transport, terms, terms.holds
         columns = self.population.columns
         shapes = {name: column.shape for name, column in columns.modalities.items()}
         scaled = columns.standardise if isinstance(columns.standardise, tuple) else ()
@@ -105,34 +108,83 @@ class Remote(Engine):
             replies |= self._exchanged(request, asked, send, missing)
         return Answer.of(stacked(replies), missing)
 
+    def gather(
+        self, round: int, asked: Sequence[tuple[Request, Sequence[int], Send]], enough: int, interval_s: float | None
+    ) -> list[Answer]:
+        """Ask clients, and return what has come when `enough` have replied; see `polyfed.federation.Holding`."""
+        packets: dict[int, Packet] = {}
+        messages: dict[int, Message] = {}
+        request_of = {client: request for request, clients, _ in asked for client in clients}
+        for request, clients, send in asked:  # after a restart, those of earlier rounds leave again
+            new, own = self._packets(request, [one for one in clients if one not in self.transport.working], send)
+            packets, messages = packets | new, messages | own
+
+        def sent(clients: Collection[int]) -> None:
+            for client in sorted(clients):
+                own = messages[client]
+                self._book(request_of[client], client, own, TO_CLIENT, self.rounds(own), came=round)
+
+        least = min(self.terms.min_replies, len(request_of))
+        patience = Patience(self.terms.reply_seconds, enough, least, self.terms.away_seconds)
+        with self._telling_late_replies():
+            answers = self.transport.gather(packets, patience, interval_s, sent)
+        found, refused = list[Answer](), list[EgressError]()
+        for request, clients, send in asked:
+            missing: dict[int, str] = {}
+            own_answers = {client: answers[client] for client in clients if client in answers}
+            replies = self._accepted(request, send, own_answers, missing, refused, came=round)
+            found.append(Answer.of(stacked(replies), missing))
+        if refused:
+            raise refused[0]
+        return found
+
     def _exchanged(
         self, request: Request, asked: Sequence[int], send: Send, missing: dict[int, str]
     ) -> dict[int, Message]:
         """Send the request to clients in other processes and return their usable replies."""
+        answers, refused = self._answers(request, *self._packets(request, asked, send)), list[EgressError]()
+        replies = self._accepted(request, send, {client: answers[client] for client in asked}, missing, refused)
+        if refused:  # raised only now, so that the ledger also records the replies of the other clients
+            raise refused[0]
+        return replies
+
+    def _accepted(
+        self,
+        request: Request,
+        send: Send,
+        answers: Mapping[int, Packet | str],
+        missing: dict[int, str],
+        refused: list[EgressError],
+        came: int | None = None,
+    ) -> dict[int, Message]:
+        """Return the usable replies among the answers, and add the refusals that end the run to `refused`."""
         replies: dict[int, Message] = {}
-        packets, messages = self._packets(request, asked, send)
-        answers = self._answers(request, packets, messages)
-        refused: EgressError | None = None
-        for client in asked:
+        for client, answer in answers.items():
+            msg = send if isinstance(send, Message) else send[client]
+            got = cut(msg, self.registry[client].blocks)  # as the client has read it, maybe in an earlier round
             try:
-                reply = self._reply(request, client, messages[client], answers[client], missing)
+                reply = self._reply(request, client, got, answer, missing, came)
             except EgressError as error:
-                refused = refused or error
+                refused.append(error)
                 continue
             if reply is not None:
                 replies[client] = self.to_device(reply)
-        if refused is not None:  # raised only now, so that the ledger also records the replies of the other clients
-            raise refused
         return replies
+
+    @contextmanager
+    def _telling_late_replies(self) -> Iterator[None]:
+        """Emit an event for each client whose late reply to an earlier request is discarded meanwhile."""
+        before = self.transport.discarded.copy()
+        yield
+        for client, count in (self.transport.discarded - before).items():
+            total = self.transport.discarded[client]
+            self.emit("late-reply", client=client, discarded=count, total=total)
 
     def _answers(
         self, request: Request, packets: dict[int, Packet], messages: Mapping[int, Message]
     ) -> dict[int, Packet | str]:
-        """Exchange the packets, and record the sent messages in the ledger.
-
-        This also emits an event for each client whose late reply to an earlier request was discarded.
-        """
-        terms, before = self.terms, self.transport.discarded.copy()
+        """Exchange the packets, and record the sent messages in the ledger."""
+        terms = self.terms
         least = min(terms.min_replies, len(packets))
         share = math.ceil(terms.close_at * len(packets) - 1e-9)
         enough = max(share if request.enough is None else min(share, request.enough), least)
@@ -142,11 +194,8 @@ class Remote(Engine):
             for client in sorted(clients):
                 self._book(request, client, messages[client], TO_CLIENT, self.rounds(messages[client]))
 
-        answers = self.transport.exchange(packets, patience, sent)
-        for client, count in (self.transport.discarded - before).items():
-            total = self.transport.discarded[client]
-            self.emit("late-reply", client=client, discarded=count, total=total)
-        return answers
+        with self._telling_late_replies():
+            return self.transport.exchange(packets, patience, sent)
 
     def _request_id(self, request: Request, client: int) -> RequestId:
         return RequestId(self.ledger.run, self.terms.session, request.round, request.number, client)
@@ -186,7 +235,13 @@ class Remote(Engine):
         return encode(msg, None if self.compression is None else self.compression.pieces_down(msg))
 
     def _reply(
-        self, request: Request, client: int, got: Message, answer: Packet | str, missing: dict[int, str]
+        self,
+        request: Request,
+        client: int,
+        got: Message,
+        answer: Packet | str,
+        missing: dict[int, str],
+        came: int | None = None,
     ) -> Message | None:
         """Decode a client's packet and return the reply. Return None if there is no usable reply.
 
@@ -210,7 +265,7 @@ class Remote(Engine):
             missing[client] = one_line(error)
             return None
         packings = {} if self.compression is None else self.compression.packings(request, got, reply)
-        self._book(request, client, reply, request.scope, packings, seal_of(answer.header))
+        self._book(request, client, reply, request.scope, packings, seal_of(answer.header), came)
         return reply
 
     def _opened(self, request: Request, client: int, got: Message, answer: Packet) -> Message:
@@ -248,11 +303,20 @@ class Remote(Engine):
         return NAMES_PER_NAME * names * len(reply.declared)
 
     def _book(
-        self, request: Request, client: int, msg: Message, destination: str, packings: Packings, seal: str = ""
+        self,
+        request: Request,
+        client: int,
+        msg: Message,
+        destination: str,
+        packings: Packings,
+        seal: str = "",
+        came: int | None = None,
     ) -> None:
-        parts = crossings(msg, packings=packings)
+        """Record a message in the ledger. `came` is the round in which it passed, if a buffer was filled then."""
+        parts, came = crossings(msg, packings=packings), None if came == request.round else came
         allowed = (True,) * len(parts)
         hashes = contents(msg, parts, allowed) if self.ledger.hashing else ()
         name = type(msg).__name__
-        entry = Entry(request.round, request.number, (client,), name, parts, destination, allowed, hashes, seal)
+        place = (request.round, request.number, (client,))
+        entry = Entry(*place, name, parts, destination, allowed, hashes, seal, came)
         self.ledger.book(entry)
