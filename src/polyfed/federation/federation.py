@@ -34,6 +34,7 @@ from polyfed.federation.outliers import ALONE, OutlierCheck, Sizes, too_far
 from polyfed.federation.private_mean import PrivateMean
 from polyfed.federation.replies import Answer, Replies, ReplyStack, listed
 from polyfed.federation.secure_aggregation.server import SecureSum, Summing
+from polyfed.federation.silos import InSilos, MakePart, in_lockstep
 from polyfed.privacy.differential.mechanism import Mechanism
 from polyfed.training import SingleClientData
 from polyfed.training.optimisers import Moments
@@ -218,6 +219,25 @@ class Federation:
         self._senders.update(client for part in parts for client in part.clients if client >= 0)
         self._report(request, send, replies, quorum=quorum)
         return replies
+
+    def in_silos(
+        self,
+        part: MakePart,
+        silos: Mapping[int, Sequence[int]],
+        kept: Mapping[int, Any],
+        send: Message,
+        accept: Accept | None = None,
+    ) -> InSilos:
+        """Let each silo do its part, and return what the server may see of it; see `polyfed.federation.silos`.
+
+        Args:
+            part: a method of the algorithm.
+            silos: the devices of each silo that takes part.
+            kept: what the edge of each silo has kept.
+            send: the server's message to the edges.
+            accept: an additional check of the replies that the server sees; see `ask`.
+        """
+        return in_lockstep(self, {silo: part(silo, own, kept.get(silo), send, self) for silo, own in silos.items()})
 
     def usable(
         self, request: Request, answer: Answer, sent: Send, accept: Accept | None = None
