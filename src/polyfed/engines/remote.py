@@ -7,7 +7,7 @@ lists the refused parts.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,20 +125,23 @@ class Remote(Engine):
     def _answers(
         self, request: Request, packets: dict[int, Packet], messages: Mapping[int, Message]
     ) -> dict[int, Packet | str]:
-        """Exchange the packets, and record the sent messages in the ledger.
-
-        This also emits an event for each client whose late reply to an earlier request was discarded.
-        """
-        terms, before = self.terms, self.transport.discarded.copy()
-        least = min(terms.min_replies, len(packets))
-        share = math.ceil(terms.close_at * len(packets) - 1e-9)
-        enough = max(share if request.enough is None else min(share, request.enough), least)
-        patience = Patience(terms.reply_seconds, enough, least, terms.away_seconds)
+        """Exchange the packets, and record the sent messages in the ledger."""
 
         def sent(clients: Collection[int]) -> None:
             for client in sorted(clients):
                 self._book(request, client, messages[client], TO_CLIENT)
 
+        return self._exchange(request, packets, sent)
+
+    def _exchange(
+        self, request: Request, packets: dict[int, Packet], sent: Callable[[Collection[int]], None]
+    ) -> dict[int, Packet | str]:
+        """Exchange packets, and emit an event for each client whose late reply to an earlier request was discarded."""
+        terms, before = self.terms, self.transport.discarded.copy()
+        least = min(terms.min_replies, len(packets))
+        share = math.ceil(terms.close_at * len(packets) - 1e-9)
+        enough = max(share if request.enough is None else min(share, request.enough), least)
+        patience = Patience(terms.reply_seconds, enough, least, terms.away_seconds)
         answers = self.transport.exchange(packets, patience, sent)
         for client, count in (self.transport.discarded - before).items():
             total = self.transport.discarded[client]
@@ -222,11 +225,19 @@ class Remote(Engine):
         if verdict != REPLY:
             raise BadReply(f"answered with {str(verdict)[:40]!r}, which is no verdict")
         reply: Message = decode(answer, request.reply, limit=self.terms.limit, most=self._most_tensors(request.reply))
+        self._refuse_strange(request, client, reply)
+        return reply
+
+    def _refuse_strange(self, request: Request, client: int, reply: Message) -> None:
+        """Refuse a reply with names that it does not declare, before the ledger records them.
+
+        Raises:
+            BadReply: it has such names.
+        """
         announcement = self.announcement(self.registry.owned(client))
-        for part in crossings(reply):  # before the ledger records them, so that it holds only declared names
+        for part in crossings(reply):
             if announcement.strange(request.name, part):
                 raise BadReply(f"sent names in {part.field} that {type(reply).__name__} does not declare")
-        return reply
 
     def _most_tensors(self, reply: type[Message]) -> int:
         """Return an upper bound of the number of tensors in a valid reply.

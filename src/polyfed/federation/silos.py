@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from polyfed.core.errors import TooFewReplies
 from polyfed.core.messages import Message
-from polyfed.core.request import Accept, Task
+from polyfed.core.request import Accept, Request, Task
 from polyfed.core.tasks import info_of
 from polyfed.federation.replies import Replies
 
@@ -48,21 +48,36 @@ MakePart = Callable[[int, Sequence[int], Any, Any, Any], Part[Any]]
 `got` the server's message, and `fed` tells the facts about the devices; a part never calls `fed.ask`."""
 
 
+@dataclass(frozen=True)
+class Answered:
+    """A request whose replies the server may see.
+
+    Attributes:
+        task: what the devices did.
+        number: number of the request in its round.
+        turn: see `Federation.ask`.
+        replies: the usable replies.
+    """
+
+    task: Task
+    number: int
+    turn: int
+    replies: Replies
+
+
 @dataclass
 class InSilos:
     """What parts have left.
 
     Attributes:
         kept: silo -> what its part returned; empty if edges keep it.
-        answers: the requests whose replies the server may see, in order, each with its task.
+        answers: the requests whose replies the server may see, in order.
         missing: the silos that could not take part, each with the reason.
-        asked: number of requests.
     """
 
     kept: dict[int, Any] = field(default_factory=dict)
-    answers: list[tuple[Task, Replies]] = field(default_factory=list)
+    answers: list[Answered] = field(default_factory=list)
     missing: dict[int, str] = field(default_factory=dict)
-    asked: int = 0
 
     def of(self, task: Task) -> Replies:
         """Return the replies to the only request for a task, which are empty if there was none."""
@@ -72,11 +87,61 @@ class InSilos:
 
     def all_of(self, task: Task) -> list[Replies]:
         """Return the replies to each request for a task."""
-        return [replies for asked, replies in self.answers if asked == task]
+        return [answer.replies for answer in self.answers if answer.task == task]
+
+
+@dataclass
+class Forwarded:
+    """A request of edges whose replies the server may see.
+
+    Attributes:
+        task: name of the task.
+        number: number of the request in its round.
+        turn: see `Federation.ask`.
+        replies: what devices have replied, unchecked.
+        missing: the devices without a reply, each with the reason.
+    """
+
+    task: str
+    number: int
+    turn: int
+    replies: dict[int, Message] = field(default_factory=dict)
+    missing: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass
+class FromEdges:
+    """What edges have answered.
+
+    Attributes:
+        answers: the requests whose replies the server may see, in order.
+        missing: the silos whose edge did not answer, each with the reason.
+        last: number of the request that comes next.
+    """
+
+    answers: list[Forwarded] = field(default_factory=list)
+    missing: dict[int, str] = field(default_factory=dict)
+    last: int = 0
+
+
+class Edges(Protocol):
+    """Sends parts to the edges of silos; see `polyfed.engines.edges`."""
+
+    def in_silos(self, place: Request, part: str, silos: Mapping[int, Sequence[int]], send: Message) -> FromEdges:
+        """Let edges run a part.
+
+        Args:
+            place: a request of this round, for its numbers.
+            part: name of the part.
+            silos: the devices of each silo.
+            send: the message to each edge.
+        """
 
 
 class Asking(Protocol):
     """The part of a federation that `in_lockstep` uses."""
+
+    asked: int
 
     def ask(self, task: Task, clients: Sequence[int], send: Any, **options: Any) -> Replies:
         """See `Federation.ask`."""
@@ -118,9 +183,8 @@ def _asked(fed: Asking, asks: Collection[Ask], found: InSilos) -> Replies:
     def accept(client: int, reply: Any) -> str:
         return checks[client](client, reply) if client in checks else ""
 
-    options = {"quorum": first.quorum, "turn": first.turn, "accept": accept if checks else None}
-    replies = fed.ask(first.task, sorted(send), send, **options)
-    found.asked += 1
+    options: dict[str, Any] = {"quorum": first.quorum, "turn": first.turn, "accept": accept if checks else None}
+    number, replies = fed.asked, fed.ask(first.task, sorted(send), send, **options)
     if info_of(first.task).scope == "server":
-        found.answers.append((first.task, replies))
+        found.answers.append(Answered(first.task, number, first.turn, replies))
     return replies

@@ -56,6 +56,7 @@ class Adopted(Message):
 class Hfm(Vertical):
     """HFM: training inside silos, then averaging across silos. `Vertical` lists the options."""
 
+    silo_parts: ClassVar[tuple[str, ...]] = ("begin", "trained", "silo_scored")
     mixing: ClassVar[str] = "hfm trains each device on the embeddings of others"
 
     @override

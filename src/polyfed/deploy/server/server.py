@@ -23,6 +23,7 @@ from polyfed.deploy.server.enrolment import enrolled, enrolment_in
 from polyfed.deploy.server.membership import Membership
 from polyfed.deploy.server.run_log import LOGGER, RunStatus, listeners_of
 from polyfed.engines.base import Engine
+from polyfed.engines.edges import EdgeRemote
 from polyfed.engines.remote import Remote, ReplyTerms
 from polyfed.experiment.recipes.defaults import with_encoders
 from polyfed.experiment.recipes.recipe import Recipe, load_recipe
@@ -65,7 +66,8 @@ def engine_by(transport: Any, recipe: Recipe, session: int | None = None) -> Cal
         session: a number that identifies this start of the server; later starts have larger numbers. The default is the
             time in milliseconds.
     """
-    return partial(Remote, transport=transport, terms=reply_terms_of(recipe, session))
+    kind = EdgeRemote if recipe.deployment.relay == "edge" else Remote
+    return partial(kind, transport=transport, terms=reply_terms_of(recipe, session))
 
 
 _T = TypeVar("_T")
