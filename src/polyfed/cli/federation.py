@@ -1,4 +1,4 @@
-"""The verbs of a deployment: write and submit an app, start a server or devices, ask for a status."""
+"""The verbs of a deployment: write and submit an app, start a server, devices or an edge, ask for a status."""
 
 import os
 import signal
@@ -153,6 +153,21 @@ def device(
 
     os.environ[LOG_FORMAT] = log_format.value
     deploy.run_device(file, metrics_port)
+
+
+@app.command()
+def edge(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE.toml", help="The server, the silo, and the edge's key, certificate and policy.")
+    ],
+    log_format: LogFormatOption = LogFormat.text,
+    as_json: JsonError = False,
+) -> None:
+    """Start the edge of a silo: a server for the silo's devices, whose embeddings and sample ids stay there."""
+    from polyfed import deploy
+
+    os.environ[LOG_FORMAT] = log_format.value
+    deploy.run_edge(file)
 
 
 @app.command()

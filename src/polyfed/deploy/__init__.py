@@ -12,6 +12,8 @@ Files:
         `server`. `enrolment`, `membership` and `claimed_shapes` decide who takes part.
     device/: what runs on a device. `agent` waits for the server, `tasks` runs the tasks, and `device_file` and
         `configuration` are what its owner writes.
+    edge/: the edge of a silo, which serves the silo's devices and is a participant of the server. `edge_file` is what
+        its owner writes, and `runtime` answers the server's packets.
 
 The functions here need one of the extras `server` and `device`. Without it, they raise an error that says so.
 """
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ServerPorts",
     "run_device",
+    "run_edge",
     "run_locally",
     "run_server",
     "submit",
@@ -119,3 +122,14 @@ def run_device(path: Path, metrics_port: int) -> None:
     with _needing_extra("a device"):
         from polyfed.deploy.device import device_file
     device_file.device(path, metrics_port)
+
+
+def run_edge(path: Path) -> None:
+    """Turn this process into that of an edge; see `polyfed.deploy.edge.edge_file`.
+
+    Raises:
+        RecipeError: an argument is wrong, or an extra is not installed.
+    """
+    with _needing_extra("an edge"):
+        from polyfed.deploy.edge import edge_file
+    edge_file.edge(path)

@@ -70,7 +70,7 @@ from polyfed.privacy.egress.policy import Policy
 from polyfed.transport.queue import Queue
 
 DEVICES = "devices.json"
-"""The file in the edge's state folder with what its devices told when they enrolled."""
+"""The file in the edge's state folder with what its devices told when they enrolled, and with their keys."""
 
 PATIENCE = 0.8
 """The edge waits for its devices for this share of `enrol_seconds`, so that its answer reaches the server in time."""
@@ -132,13 +132,14 @@ class AtEdge:
         told: dict[str, Any] = {"rounds_left": rounds, "run": run}
         with self._devices(edge, recipe, **told) as (transport, _):
             known = _met(transport, edge, PATIENCE * recipe.deployment.enrol_seconds)
+            nodes = {str(client): transport.device_of(node) for client, node in transport.node_of.items()}
         policy = _policy(edge, recipe, known)
         if not policy.allows("statistic", SHARED, "server"):
             fix = policy.fix(("statistic",), SHARED, "server")
             raise EgressError(f"it refused to tell how many rows its devices have. It would if its policy said: {fix}")
         header = SiloEnrolment(edge.silo, tuple(known)).header()
         SiloEnrolment.read(header)  # a device of another silo
-        replace_text(edge.node.folder / DEVICES, json.dumps(header["devices"]))
+        replace_text(edge.node.folder / DEVICES, json.dumps({"devices": header["devices"], "nodes": nodes}))
         return Packet(header)
 
     @contextmanager
@@ -165,7 +166,7 @@ class AtEdge:
         """Run a part with the devices of the silo."""
         if (packet.header.get("want"), request_id.client) != (PART, edge.silo):
             raise BadReply(f"is no part of silo {edge.silo}")
-        known = _known(edge)
+        known, nodes = _known(edge)
         with (
             DeviceStore(edge.node.folder).alone(request_id.run, edge.silo) as store,
             self._devices(edge, recipe, run=request_id.run) as (transport, session),
@@ -177,7 +178,7 @@ class AtEdge:
                 begin(memory, request_id)
             prune(store.store, request_id.run, edge.silo)
             silo = AtWork.of(edge, recipe, self.recipe_path.parent, packet, request_id, known, transport, session)
-            transport.enrol(len(known), recipe.deployment.away_seconds)
+            transport.node_of.update(nodes)
             sent = False
             try:
                 made, kept = silo.run(packet, None if found is None else _unpacked(found[0], recipe))
@@ -373,8 +374,8 @@ def _met(transport: QueueTransport, edge: EdgeConfig, seconds: float) -> list[En
     return known
 
 
-def _known(edge: EdgeConfig) -> list[Enrolment]:
-    """Return what the devices told when they enrolled.
+def _known(edge: EdgeConfig) -> tuple[list[Enrolment], dict[int, str]]:
+    """Return what the devices told when they enrolled, and the key of each.
 
     Raises:
         BadReply: they have not enrolled.
@@ -383,7 +384,8 @@ def _known(edge: EdgeConfig) -> list[Enrolment]:
         told = parse_json((edge.node.folder / DEVICES).read_text())
     except (OSError, ValueError):
         raise BadReply("came before the silo had enrolled; start the run again") from None
-    return [Enrolment.read(one) for one in told]
+    nodes = {int(client): node for client, node in told["nodes"].items()}
+    return [Enrolment.read(one) for one in told["devices"]], nodes
 
 
 def _packed(kept: Any) -> Tree:
