@@ -21,9 +21,7 @@ from polyfed.federation.wire_format import Packet, unframed
 from refusals import refuses
 
 EDGES = SILOS.replace("server-sees", "edge").replace("rounds = 2", "rounds = 1")
-TWICE = EDGES.replace("rounds = 1", "rounds = 2").replace(
-    "silos = 2", "silos = 2\npersonal_test = 0.3"
-)
+TWICE = EDGES.replace("rounds = 1", "rounds = 2").replace("silos = 2", "silos = 2\npersonal_test = 0.3")
 
 CANARY = 7_000_000_000_123
 """The first sample id, which no other number of a run has."""
@@ -64,7 +62,9 @@ def heard(federation: EdgeDevices) -> Iterator[list[list[Packet]]]:
     for hub, own in zip(federation.hubs, found, strict=True):
         queue, deliver = hub.hub.queue, hub.hub.queue.deliver
 
-        def delivered(request: Any, kind: str = "part", queue: Any = queue, deliver: Any = deliver, own: Any = own) -> bool:
+        def delivered(
+            request: Any, kind: str = "part", queue: Any = queue, deliver: Any = deliver, own: Any = own
+        ) -> bool:
             packet = unframed(queue.reply(request.id, kind).read_bytes())
             assert isinstance(packet, Packet)
             own.append(packet)
@@ -99,7 +99,9 @@ def test_the_server_hears_no_embedding_id_or_label_and_an_edge_no_row(tmp_path: 
         federation.run()
         run = federation.app / "run"
     said = b"".join(json.dumps(packet.header).encode() + packet.body for packet in server)
-    forwarded = [one for packet in server for asked in packet.header.get("asked", []) for one in asked["replies"].values()]
+    forwarded = [
+        one for packet in server for asked in packet.header.get("asked", []) for one in asked["replies"].values()
+    ]
     assert {kind for one in forwarded for kind in one["kinds"].values()} == {"parameters", "statistic"}
     written = said + b"".join(path.read_bytes() for path in run.rglob("*") if path.is_file())
     secret = [body for own in edges for kind, _, body in parts(own) if kind in ("embeddings", "ids")]
@@ -132,9 +134,8 @@ def test_ids_that_overlap_nowhere_end_the_run_in_a_sentence_without_ids(tmp_path
 
 def test_an_edge_without_its_silo_says_who_is_missing(tmp_path: Path) -> None:
     text = EDGES.replace("enrol_seconds = 120.0", "enrol_seconds = 3.0")
-    with edge_devices(tmp_path, text, count=lambda silo: 2 + silo) as federation:
-        with refuses(TooFewReplies, "1 of 2"):
-            federation.run()
+    with edge_devices(tmp_path, text, count=lambda silo: 2 + silo) as federation, refuses(TooFewReplies, "1 of 2"):
+        federation.run()
 
 
 def test_an_edge_obeys_its_own_policy(tmp_path: Path) -> None:

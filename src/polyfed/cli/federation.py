@@ -158,7 +158,8 @@ def device(
 @app.command()
 def edge(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE.toml", help="The server, the silo, and the edge's key, certificate and policy.")
+        Path,
+        typer.Argument(metavar="FILE.toml", help="The server, the silo, and the edge's key, certificate and policy."),
     ],
     log_format: LogFormatOption = LogFormat.text,
     as_json: JsonError = False,

@@ -50,7 +50,10 @@ class LocalFederation:
         self.credentials = write_credentials(self.folder / "credentials", len(silos) or len(self.nodes))
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.port, *ports = free_ports(1 + len(silos))
-        self.edges = {silo: self._edge(place, silo, port) for place, (silo, port) in enumerate(zip(silos, ports))}
+        self.edges = {
+            silo: self._edge(place, silo, port)
+            for place, silo, port in zip(range(len(silos)), silos, ports, strict=True)
+        }
         self.tables = [self._keyed(number, table) for number, table in enumerate(self.tables)]
 
     def _edge(self, place: int, silo: int, port: int) -> dict[str, Any]:

@@ -83,8 +83,6 @@ class EdgeRemote(Remote):
                 whole = merged.setdefault(one.number, Forwarded(one.task, one.number, one.turn))
                 whole.replies |= one.replies
                 whole.missing |= one.missing
-        for silo, why in found.missing.items():
-            self.emit("client-missing", round=place.round, task=part, client=min(silos[silo]), reason=why)
         found.answers = [whole for _, whole in sorted(merged.items())]
         return found
 

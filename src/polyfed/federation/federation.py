@@ -246,17 +246,24 @@ class Federation:
     def _at_edges(
         self, edges: Edges, part: str, silos: Mapping[int, Sequence[int]], send: Message, accept: Accept | None
     ) -> InSilos:
-        """Let edges do the part, and check what they forward as if the devices had been asked from here."""
+        """Let edges do the part, and check what they forward as if the devices had been asked from here.
+
+        Raises:
+            TooFewReplies: no edge answered, outside of an evaluation.
+        """
         tasks = {name: task for name, task in tasks_of(self.owner).items() if info_of(task).scope == "server"}
         place = (self.round, self.rounds, self.asked, self.seed)
         peak = self._peak(part, send)
         told = edges.in_silos(Request(next(iter(tasks.values())), part, *place), part, silos, send)
         self.asked = told.last
         found = InSilos(missing=told.missing)
+        lost_silos = {client: why for silo, why in told.missing.items() for client in silos[silo]}
+        if len(lost_silos) == sum(map(len, silos.values())) and not self.evaluating:
+            raise TooFewReplies(f"round {self.round}, part {part}: no edge answered. {listed(lost_silos)}")
         for one in told.answers:
             task = tasks[one.task]
             request = Request(task, one.task, self.round, self.rounds, one.number, self.seed, one.turn)
-            parts, lost = self.usable(request, Answer.of(stacked(one.replies), one.missing), send, accept)
+            parts, lost = self.usable(request, Answer.of(stacked(one.replies), one.missing | lost_silos), send, accept)
             usable = Replies(parts, self._missing(request, lost, peak))
             self._senders.update(client for stack in parts for client in stack.clients)
             self._report(request, send, usable, quorum=False)

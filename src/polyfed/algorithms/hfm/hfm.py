@@ -97,9 +97,7 @@ class Hfm(Vertical):
             server_bytes=bytes_down(fed, send) + bytes_up(adopted) + bytes_up(uploads),
         )
 
-    def trained(
-        self, silo: int, members: Sequence[int], kept: Edge | None, got: ToEdge, fed: Federation
-    ) -> Part[Edge]:
+    def trained(self, silo: int, members: Sequence[int], kept: Edge | None, got: ToEdge, fed: Federation) -> Part[Edge]:
         """Hand the global model to the devices of a silo, do R exchanges, and let the devices send their models."""
         own = yield from self.identified(members, kept or Edge(), fed)
         samples = self.samples(silo, members, own, fed)

@@ -33,7 +33,6 @@ from typing_extensions import override
 from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms.hfm.alignment import Overlap, devices_of_silos, members_of
 from polyfed.algorithms.hfm.messages import (
-    ToEdge,
     Copy,
     Embedded,
     Evaluated,
@@ -46,6 +45,7 @@ from polyfed.algorithms.hfm.messages import (
     Sample,
     Sent,
     Slopes,
+    ToEdge,
     bytes_down,
     bytes_up,
     mean_tree,
@@ -75,7 +75,7 @@ from polyfed.core.request import Task, names_as_sent
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree, squared_distance
 from polyfed.evaluation.scores import Measured, OwnScore, Predictor, own_score, possible
-from polyfed.evaluation.subsets import Interval, metrics_over_clients, subsets_of
+from polyfed.evaluation.subsets import metrics_over_clients, subsets_of
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
@@ -336,9 +336,7 @@ class Vertical(Algorithm[SiloState]):
         if self.labels_at:
             followed, more = yield from self._guided(fed, turn, request, known, phi)
             moved += more
-        copies, more = yield from self._asked(
-            fed, self.practise, phi, turn, heads=self.head_update == "device_average"
-        )
+        copies, more = yield from self._asked(fed, self.practise, phi, turn, heads=self.head_update == "device_average")
         heads_from, moved = copies, moved + more
         if self.head_update == "server":
             hosts = [client for client in turn.members if client in phi][:1]
@@ -623,13 +621,14 @@ class Vertical(Algorithm[SiloState]):
         if not group:
             return Measured({})
         measured: dict[tuple[str, ...], list[tuple[float | None, float]]] = {}
-        for subset, replies in zip(subsets_of(self.evaluation.subsets, fed.context.model.modalities), of_subsets):
+        subsets = subsets_of(self.evaluation.subsets, fed.context.model.modalities)
+        for subset, replies in zip(subsets, of_subsets, strict=False):  # a false edge may answer fewer requests
             rows = {client: float(reply.num_rows) for client, reply in replies.items()}
             own_score = fed.context.objective.own_score
             measured[subset] = [(own_score(reply.sums, rows[c]), rows[c]) for c, reply in replies.items()]
-        subsets, intervals = metrics_over_clients(self.evaluation.subsets, measured, fed)
+        of_each, intervals = metrics_over_clients(self.evaluation.subsets, measured, fed)
         each = {members_of(fed.clients, client)[0]: score for client, score in scores.items()}
-        return Measured({"personal": group | subsets}, each, intervals={"personal": of_clients | intervals})
+        return Measured({"personal": group | of_each}, each, intervals={"personal": of_clients | intervals})
 
     def silo_scored(
         self, silo: int, members: Sequence[int], kept: Edge | None, got: ToEdge, fed: Federation

@@ -87,9 +87,7 @@ class Vfl(Vertical):
         told = [edge.training for edge in found.kept.values()]
         return state.after(told, self.exchanges).with_(edges=state.edges | found.kept)
 
-    def trained(
-        self, silo: int, members: Sequence[int], kept: Edge | None, got: ToEdge, fed: Federation
-    ) -> Part[Edge]:
+    def trained(self, silo: int, members: Sequence[int], kept: Edge | None, got: ToEdge, fed: Federation) -> Part[Edge]:
         """Do R exchanges in a silo."""
         own = yield from self.identified(members, kept or Edge(), fed)
         samples = self.samples(silo, members, own, fed)
@@ -148,9 +146,7 @@ class Vfl(Vertical):
         }
         return Measured(groups, confusion=total(one.confusion for one in measured), intervals=known)
 
-    def uploaded(
-        self, silo: int, members: Sequence[int], kept: Edge, got: ToEdge, fed: Federation
-    ) -> Part[Edge]:
+    def uploaded(self, silo: int, members: Sequence[int], kept: Edge, got: ToEdge, fed: Federation) -> Part[Edge]:
         """Let the devices of a silo send their encoders, and the first one also the head of the edge."""
         yield Ask(self.upload, {client: Handed(kept.head if client == members[0] else {}) for client in members})
         return kept

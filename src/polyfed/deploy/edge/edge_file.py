@@ -91,7 +91,9 @@ def edge_file(path: Path) -> dict[str, Any]:
         faults.append(f"ca: {whole['ca']} is not there; copy ca.pem from the server")
     credentials = Path(whole["credentials"])
     if missing := [name for name in SERVER if not (credentials / name).exists()]:
-        faults.append(f"credentials: {credentials} lacks {', '.join(missing)}; `polyfed app DIR --host NAME` writes one")
+        faults.append(
+            f"credentials: {credentials} lacks {', '.join(missing)}; `polyfed app DIR --host NAME` writes one"
+        )
     if faults:
         raise RecipeError(f"{path}: " + "; ".join(faults))
     shared = {"client": config.silo, "policy": whole["policy"], "state": whole["state"], "edge": whole}

@@ -2,8 +2,8 @@
 
 The code of a part is the algorithm's (`polyfed.federation.silos`), and the devices of the silo get the same requests as
 from a server. Only replies to tasks of the scope `server` leave the edge, through its own policy. What the part returns
-stays in the edge's store, under the place of the request, as a device's local state does: a part that is repeated starts
-from the same state.
+stays in the edge's store, under the place of the request, as a device's local state does: a part that is repeated
+starts from the same state.
 """
 
 import json
@@ -110,7 +110,9 @@ class AtEdge:
         except TooFewReplies as error:
             return reason(FAILED, request_id, f"{who}: {error}")
         except Unfit:
-            why = "the sample ids of its devices do not fit each other, or they share none; the log of the edge says more"
+            why = (
+                "the sample ids of its devices do not fit each other, or they share none; the log of the edge says more"
+            )
             told = reason(FAILED, request_id, f"{who}: {why}")
             return Packet(told.header | {"fault": DATA})
         except (PolyfedError, OSError) as error:
@@ -151,7 +153,8 @@ class AtEdge:
 
         def vet(packet: Packet, device: str) -> str:
             if packet.header.get("silo") != edge.silo:
-                return f"the device says that it is of silo {packet.header.get('silo')}, and this is the edge of {edge.silo}"
+                said = packet.header.get("silo")
+                return f"the device says that it is of silo {said}, and this is the edge of silo {edge.silo}"
             return members.refusal(packet, device)
 
         limit = recipe.deployment.message_megabytes * MEGABYTE
