@@ -80,6 +80,7 @@ class EdgeRemote(Remote):
                 continue
             found.last = max(found.last, last)
             for one in told:
+                self._book_all(place, one)
                 whole = merged.setdefault(one.number, Forwarded(one.task, one.number, one.turn))
                 whole.replies |= one.replies
                 whole.missing |= one.missing
@@ -141,24 +142,30 @@ class EdgeRemote(Remote):
                     "turn": int(turn),
                     "replies": dict(replies),
                     "missing": dict(missing),
-                } if before < number < last:
+                } if type(number) is type(turn) is int and before < number < last:
                     before = number
                 case _:
                     raise BadReply("answered with something that cannot be read")
             request = self._request(place, name, number, turn)
-            own: dict[int, Message] = {}
+            found.append(forwarded := Forwarded(name, number, turn))
             for client, packet in replies.items():
                 size = packet.get("size") if isinstance(packet, dict) else None
                 if type(size) is not int or not 0 <= size <= len(body) - at:
                     raise BadReply("answered with a reply whose size cannot be read")
                 device = _member(client, members)
-                own[device] = self._one(request, device, Packet(packet, body[at : at + size]))
+                forwarded.replies[device] = self._one(request, device, Packet(packet, body[at : at + size]))
+                forwarded.seals[device] = seal_of(packet)
                 at += size
-            why = {_member(client, members): one_line(text) for client, text in missing.items()}
-            found.append(Forwarded(name, number, turn, own, why))
+            forwarded.missing |= {_member(client, members): one_line(text) for client, text in missing.items()}
         if at != len(body):
             raise BadReply(f"holds {len(body) - at} bytes more than its header says")
         return found
+
+    def _book_all(self, place: Request, one: Forwarded) -> None:
+        """Record the replies of an answer that could be read as a whole in the ledger."""
+        request = self._request(place, one.task, one.number, one.turn)
+        for client, reply in sorted(one.replies.items()):
+            self._book(request, client, reply, "server", one.seals[client])
 
     def _request(self, place: Request, name: str, number: int, turn: int) -> Request:
         """Return the request of an edge, whose replies the server may see.
@@ -172,12 +179,12 @@ class EdgeRemote(Remote):
         return replace(place, task=task, name=name, number=number, turn=turn)
 
     def _one(self, request: Request, client: int, packet: Packet) -> Message:
-        """Decode the reply of a device, and record it in the ledger."""
+        """Decode the reply of a device."""
         kind = types_of(request.task)[1]
         reply: Message = decode(packet, kind, limit=self.terms.limit, most=self._most_tensors(kind))
         self._refuse_strange(request, client, reply)
-        self._book(request, client, self.to_device(reply), "server", seal_of(packet.header))
-        return self.to_device(reply)
+        placed: Message = self.to_device(reply)
+        return placed
 
 
 def _member(client: Any, members: Sequence[int]) -> int:

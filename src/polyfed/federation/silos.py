@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from polyfed.core.errors import TooFewReplies
 from polyfed.core.messages import Message
-from polyfed.core.request import Accept, Request, Task
+from polyfed.core.request import Accept, Request, Send, Task
 from polyfed.core.tasks import info_of
 from polyfed.federation.replies import Replies
 
@@ -99,6 +99,7 @@ class Forwarded:
         number: number of the request in its round.
         turn: see `Federation.ask`.
         replies: what devices have replied, unchecked.
+        seals: the hash of the seal in the audit log of each device that has replied.
         missing: the devices without a reply, each with the reason.
     """
 
@@ -106,6 +107,7 @@ class Forwarded:
     number: int
     turn: int
     replies: dict[int, Message] = field(default_factory=dict)
+    seals: dict[int, str] = field(default_factory=dict)
     missing: dict[int, str] = field(default_factory=dict)
 
 
@@ -143,7 +145,16 @@ class Asking(Protocol):
 
     asked: int
 
-    def ask(self, task: Task, clients: Sequence[int], send: Any, **options: Any) -> Replies:
+    def ask(
+        self,
+        task: Task,
+        clients: Sequence[int],
+        send: Send,
+        *,
+        quorum: bool = True,
+        turn: int = 0,
+        accept: Accept | None = None,
+    ) -> Replies:
         """See `Federation.ask`."""
 
 
@@ -183,8 +194,8 @@ def _asked(fed: Asking, asks: Collection[Ask], found: InSilos) -> Replies:
     def accept(client: int, reply: Any) -> str:
         return checks[client](client, reply) if client in checks else ""
 
-    options: dict[str, Any] = {"quorum": first.quorum, "turn": first.turn, "accept": accept if checks else None}
-    number, replies = fed.asked, fed.ask(first.task, sorted(send), send, **options)
+    number, check = fed.asked, accept if checks else None
+    replies = fed.ask(first.task, sorted(send), send, quorum=first.quorum, turn=first.turn, accept=check)
     if info_of(first.task).scope == "server":
         found.answers.append(Answered(first.task, number, first.turn, replies))
     return replies
