@@ -1,8 +1,11 @@
 """A federation of silos whose edges are processes of their own gives what it gives in one process."""
 
 import json
+import random
+import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,8 @@ import polyfed
 from engines.edge_devices import EdgeDevices, edge_devices
 from engines.test_own_modes import SILOS
 from polyfed.core.errors import DataError, EgressError, TooFewReplies
+from polyfed.deploy.local_federation import LocalFederation
+from polyfed.deploy.server.queued_run import run_here
 from polyfed.federation.wire_format import Packet, unframed
 from refusals import refuses
 
@@ -144,3 +149,30 @@ def test_an_edge_obeys_its_own_policy(tmp_path: Path) -> None:
         with refuses(EgressError, "its policy"):
             federation.run()
         assert not (federation.app / "run" / "result.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_edges_and_devices_that_are_killed_change_nothing(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text(EDGES.replace("rounds = 1", "rounds = 6"))
+    with LocalFederation(tmp_path / "recipe.toml", tmp_path / "fed") as federation:
+        federation.start()
+        begun = federation.out / "rounds.jsonl"
+
+        def kill() -> None:
+            while not begun.exists():
+                time.sleep(0.05)
+            for victim in ("edge-0", "device-3", "edge-1", "server", "edge-0"):
+                time.sleep(random.random())
+                federation.processes[victim].kill()
+                federation.processes[victim].wait()
+                name, _, number = victim.partition("-")
+                starts = {"edge": federation.start_edge, "device": federation.start_device}
+                starts[name](int(number)) if number else federation.start_server()
+
+        with ThreadPoolExecutor(1) as other:
+            killed = other.submit(kill)
+            out = run_here(federation.app, federation.credentials, {})
+            killed.result()
+    polyfed.run(tmp_path / "recipe.toml", tmp_path / "one", engine="sequential")
+    same_run(out, tmp_path / "one")
