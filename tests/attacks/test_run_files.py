@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 
 import polyfed
 from polyfed.cli import main
-from polyfed.core.errors import CheckpointError, DataError, NotAllowed, PolyfedError
+from polyfed.core.errors import CheckpointError, DataError, NotAllowed, PolyfedError, RecipeError
 from polyfed.core.system.json_and_toml import MOST_DEPTH, parse_json, parse_toml
+from polyfed.experiment.evaluate import evaluate
+from polyfed.experiment.evaluate import write as write_evaluation
 from polyfed.experiment.running import checkpoint
 from polyfed.report import compare, write_comparison, write_report
 from refusals import refuses
@@ -226,6 +229,49 @@ def test_a_report_of_a_damaged_file_ends_with_exit_code_5(
         with pytest.raises(SystemExit) as caught:
             main(["compare", str(run)])
         assert caught.value.code == 5
+
+
+@pytest.mark.parametrize("text", EXTREMES.values(), ids=EXTREMES)
+def test_a_model_is_not_evaluated_beside_a_damaged_file(text: str, run: Path, tmp_path: Path) -> None:
+    found = evaluate(run)
+    write_evaluation(found, tmp_path / "evaluation")
+    (tmp_path / "evaluation" / "evaluation.json").write_text(text)
+    with refuses((CheckpointError, RecipeError), "evaluation"):
+        write_evaluation(found, tmp_path / "evaluation")
+    (run / "result.json").write_text(text)
+    with refuses((CheckpointError, DataError), "result.json"):
+        evaluate(run)
+
+
+TABLE = {
+    "data": {"name": "toy", "rows": 120, "classes": 3},
+    "clients": {"num": 3},
+    "model": {"embedding": 4, "encoders": {name: {"kind": "mlp", "hidden": [4]} for name in ("a", "b")}},
+    "rounds": 2,
+    "seed": 1,
+}
+
+PLANS = {
+    "a stage": '{"search": []}',
+    "a number of trials": '{"search": {"trials": 10000, "tuning_seeds": 1, "dropped": {}}}',
+    "endless seeds": '{"seeds-5": {"seeds": 1e999, "dropped": {}, "placebos": {}}}',
+    "a cost without bytes": '{"probe": {"fedavg": {"seconds": 1.0}}}',
+    "no number of seconds": '{"seconds": "soon"}',
+    "time without end": '{"seconds": NaN}',
+    "a method that nobody asked for": '{"seconds": 0.0, "probe": {"../../fedavg": {"why": "x"}}}',
+}
+
+
+PLANS |= {name: EXTREMES[name] for name in ("deep", "deeper", "huge", "huger", "list")}
+
+
+@pytest.mark.parametrize("text", PLANS.values(), ids=PLANS)
+def test_a_recommendation_does_not_go_on_from_a_damaged_plan(text: str, tmp_path: Path) -> None:
+    ask = partial(polyfed.recommend, TABLE, tmp_path / "r", methods=["fedavg"], jobs=1)
+    ask(minutes=0)
+    (tmp_path / "r" / "plan.json").write_text(text)
+    with refuses(CheckpointError, "plan.json is damaged"):
+        ask(minutes=1.0)
 
 
 ROW = {"round": 1, "cohort": [0], "bytes_up": 1, "bytes_down": 1, "seconds": {"train": 1.0}}

@@ -22,8 +22,7 @@ from polyfed.core.batch import Batch
 from polyfed.core.errors import DataError, PolyfedWarning, RecipeError, command, did_you_mean
 from polyfed.core.problems import Problems
 from polyfed.core.scaling import Scaling
-from polyfed.core.system.files import RECIPE, RESULT
-from polyfed.core.system.json_and_toml import parse_json
+from polyfed.core.system.files import RECIPE, RESULT, read_notes, replace_text
 from polyfed.data import Columns, Population, Shards, populate, stacked
 from polyfed.data.column_fitting import Features, encoded, fits, read_tables
 from polyfed.data.columns import TEST, TRAIN, VALIDATION, Column
@@ -51,6 +50,7 @@ from polyfed.model.stand_ins import is_prototype
 from polyfed.objective import Classification, MultiLabel, Objective, Ordinal
 from polyfed.objective.report import log_odds
 from polyfed.report.pages.evaluation import page
+from polyfed.report.reading.run_folder import Folder
 from polyfed.training import SingleClientData
 
 UNSCALED = (
@@ -169,10 +169,10 @@ MOST_VALUES = 50
 
 def round_of(model: str | Path, *, best: bool) -> dict[str, Any]:
     """Return the round of a run's model, the last one or the best, and its best round, if it chose one."""
-    path = Path(model).expanduser() / RESULT
-    if not path.exists():
+    path = Path(model).expanduser()
+    if not (path / RESULT).exists():
         return {}
-    result = parse_json(path.read_text(encoding="utf-8"))
+    result = Folder(path).result
     chosen = result.get("best")
     known = {} if chosen is None else {"best_round": chosen["round"]}
     return {"round": known["best_round"] if best and known else result.get("rounds")} | known
@@ -621,16 +621,18 @@ def write(found: Evaluation, folder: Path) -> Path:
 
     Raises:
         RecipeError: the folder holds the evaluation of another model.
+        CheckpointError: the evaluation in the folder is damaged.
     """
     path = folder / "evaluation.json"
     if path.exists():
-        earlier = parse_json(path.read_text(encoding="utf-8")).get("model", {}).get("path")
+        model = read_notes(path, lambda entry: entry).get("model")
+        earlier = model.get("path") if isinstance(model, dict) else None
         if earlier != found.content["model"]["path"]:
             raise RecipeError(
                 f"{folder} holds the evaluation of {earlier or 'another model'}. Give another folder, or delete it"
             )
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "evaluation.json").write_text(json.dumps(found.content, indent=1), encoding="utf-8")
-    (folder / "evaluation.csv").write_text(found.csv(), encoding="utf-8")
-    (folder / "evaluation.html").write_text(page(found.content, found.lines()), encoding="utf-8")
+    replace_text(folder / "evaluation.csv", found.csv())
+    replace_text(folder / "evaluation.html", page(found.content, found.lines()))
+    replace_text(path, json.dumps(found.content, indent=1))
     return folder / "evaluation.html"

@@ -18,13 +18,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import tomli_w
+from pydantic import Field, TypeAdapter, with_config
+from typing_extensions import TypedDict
 
-from polyfed.core.errors import TooFewReplies, counted
+from polyfed.core.errors import CheckpointError, TooFewReplies, counted
 from polyfed.core.system.files import replace_text
-from polyfed.core.system.json_and_toml import json_ready, parse_json
+from polyfed.core.system.json_and_toml import json_ready
 from polyfed.experiment.running.events import Listener
 from polyfed.experiment.study import scheduler
 from polyfed.experiment.study.board import Board, Entry
@@ -33,6 +35,7 @@ from polyfed.experiment.study.plan import value_text
 from polyfed.experiment.study.pool import Pool
 from polyfed.experiment.study.ranges import put
 from polyfed.report.formatting import seconds_of
+from polyfed.report.reading.run_schema import ANY_KEYS, parse_as
 from polyfed.report.scores import Metric
 
 TUNING = (101, 102, 103)
@@ -127,6 +130,70 @@ class Arm:
         return sum(self.scores.values()) / len(self.scores)
 
 
+_Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Few = Annotated[int, Field(ge=0, le=100)]
+
+
+@with_config(ANY_KEYS)
+class _Cost(TypedDict):
+    """What a round of a method costs."""
+
+    bytes: _Amount
+    seconds: _Amount
+    overhead: _Amount
+
+
+@with_config(ANY_KEYS)
+class _Unknown(TypedDict):
+    """Why what a method costs is unknown."""
+
+    why: str
+
+
+@with_config(ANY_KEYS)
+class _Search(TypedDict):
+    """How many settings are tried, and which methods are not searched, with the reason."""
+
+    trials: Annotated[int, Field(ge=1, le=100)]
+    tuning_seeds: Annotated[int, Field(ge=1, le=len(TUNING))]
+    dropped: dict[str, str]
+
+
+@with_config(ANY_KEYS)
+class _Placebo(TypedDict):
+    of: str
+    set: dict[str, Any]
+
+
+@with_config(ANY_KEYS)
+class _Seeds(TypedDict):
+    """How many seeds a stage has, and which methods it leaves out and which placebos it adds."""
+
+    seeds: _Few
+    dropped: dict[str, str]
+    placebos: dict[str, _Placebo]
+
+
+PLAN: TypeAdapter[Any] = TypeAdapter(
+    with_config(ANY_KEYS)(
+        TypedDict(  # type: ignore[operator]
+            "PLAN",
+            {
+                "seconds": _Amount,
+                "probe": dict[str, _Cost | _Unknown],
+                "search": _Search,
+                "subsets": bool,
+                **{f"seeds-{seeds}": _Seeds for seeds in STEPS[1:]},
+            },
+            total=False,
+        )
+    )
+)
+"""The content of `plan.json`, which somebody may have damaged."""
+
+AGAIN = "Delete it: finished runs stay, and only the decisions are made again"
+
+
 @dataclass
 class Journal:
     """What a recommendation has decided and how long it has taken, in `plan.json`.
@@ -149,7 +216,10 @@ class Journal:
     def __post_init__(self) -> None:
         """Read the file of an earlier call."""
         if self.path.is_file():
-            self.facts = parse_json(self.path.read_text(encoding="utf-8"))
+            try:
+                self.facts = parse_as(PLAN, self.path.read_bytes())
+            except ValueError as error:
+                raise CheckpointError(f"{self.path} is damaged: {error}. {AGAIN}") from error
         self._before = float(self.facts.get("seconds", 0.0))
 
     @property
@@ -258,8 +328,18 @@ class Pilot:
     def _drop(self, why: Mapping[str, str]) -> None:
         """Let methods go no further, and say it."""
         for name, reason in why.items():
-            self.arms[name].dropped = reason
+            self._arm(name).dropped = reason
             self.say(f"{name} goes no further: {reason}")
+
+    def _arm(self, name: str) -> Arm:
+        """Return a method that the plan names.
+
+        Raises:
+            CheckpointError: the plan is of another recommendation.
+        """
+        if name not in self.arms:
+            raise CheckpointError(f"{self.journal.path} is damaged: there is no method '{name}'. {AGAIN}")
+        return self.arms[name]
 
     def _study(self, name: str, arms: Iterable[Arm], seeds: Sequence[int], **more: Any) -> Board:
         """Run a study of these methods, and return its board.
@@ -312,7 +392,7 @@ class Pilot:
         usual = statistics.median([cost["overhead"] for cost in costs.values() if "why" not in cost] or [0.0])
         lost = {}
         for name, cost in costs.items():
-            arm = self.arms[name]
+            arm = self._arm(name)
             if why := cost.get("why"):
                 lost[name] = why
                 continue
@@ -441,7 +521,7 @@ class Pilot:
         plan = self.journal.decided(f"seeds-{seeds}", lambda: self._planned_seeds(stage, seeds, placebos))
         self._drop(plan["dropped"])
         for name, entry in plan["placebos"].items():
-            method = self.arms[entry["of"]]
+            method = self._arm(entry["of"])
             self.arms.setdefault(name, Arm(name, method.name, entry["set"], chosen=dict(method.chosen)))
         if plan["seeds"] <= max(len(arm.scores) for arm in self.going):
             self.say(f"the time left is too short for {seeds} seeds")

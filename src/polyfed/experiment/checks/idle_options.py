@@ -27,6 +27,8 @@ COUNTED_BY_DEVICES = ("max_requests", "max_requests_per_day", "max_runs_per_day"
 
 def warn_idle(assembly: Assembly) -> None:
     """Warn of every option that differs from its default and changes nothing in this run."""
+    if isinstance(assembly.algorithm, Evaluate):
+        return  # its recipe is that of a run that trained, where the options had their effect
     for text in idle_options(assembly.recipe, assembly):
         warnings.warn(text, PolyfedWarning, stacklevel=3)
 
