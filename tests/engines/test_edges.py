@@ -19,14 +19,23 @@ pytest.importorskip("uvicorn", reason="the extra polyfed[server] is not installe
 import polyfed
 from engines.edge_devices import EdgeDevices, edge_devices
 from engines.test_own_modes import SILOS
-from polyfed.core.errors import DataError, EgressError, TooFewReplies
+from polyfed.core.errors import DataError, EgressError, RecipeError, TooFewReplies
+from polyfed.core.system.files import AUDIT
+from polyfed.deploy.edge.edge_file import edge_file
 from polyfed.deploy.local_federation import LocalFederation
 from polyfed.deploy.server.queued_run import run_here
 from polyfed.federation.wire_format import Packet, unframed
+from polyfed.report import reconcile
 from refusals import refuses
 
-EDGES = SILOS.replace("server-sees", "edge").replace("rounds = 2", "rounds = 1")
-TWICE = EDGES.replace("rounds = 1", "rounds = 2").replace("silos = 2", "silos = 2\npersonal_test = 0.3")
+EDGES = (
+    SILOS.replace("server-sees", "edge").replace("rounds = 2", "rounds = 1").replace('"hfm"', '"hfm"\nexchanges = 1')
+)
+TWICE = (
+    EDGES.replace("rounds = 1", "rounds = 2")
+    .replace("silos = 2", "silos = 2\npersonal_test = 0.3")
+    .replace("exchanges = 1", "exchanges = 2")
+)
 
 CANARY = 7_000_000_000_123
 """The first sample id, which no other number of a run has."""
@@ -54,7 +63,13 @@ def test_a_run_with_edges_gives_what_it_gives_in_one_process(tmp_path: Path) -> 
     polyfed.run(federation.recipe, tmp_path / "one", engine="sequential")
     same_run(out, tmp_path / "one")
     assert json.loads((out / "result.json").read_text())["metrics"]["personal"]
-    assert rows(*own) == rows(tmp_path / "one" / "egress.jsonl"), "the edges have passed what one process books"
+    passed = Counter({row: count for row, count in rows(*own).items() if '"ToEdge"' not in row})
+    assert passed == rows(tmp_path / "one" / "egress.jsonl"), "the edges have passed what one process books"
+    found = reconcile(out, [federation.state(0), federation.state(1)])
+    assert not found.findings
+    log = federation.state(1) / AUDIT
+    log.write_text("".join(line for line in log.read_text().splitlines(True) if '"Upload"' not in line))
+    assert any("lacks" in finding for finding in reconcile(out, [federation.state(1)]).findings)
     at_server = [json.loads(line) for line in (out / "egress.jsonl").read_text().splitlines()]
     assert {row["destination"] for row in at_server} == {"client", "server"}
     assert {row["message"] for row in at_server} == {"ToEdge", "Adopted", "Upload", "OwnScore"}
@@ -149,6 +164,21 @@ def test_an_edge_obeys_its_own_policy(tmp_path: Path) -> None:
         with refuses(EgressError, "its policy"):
             federation.run()
         assert not (federation.app / "run" / "result.json").exists()
+
+
+def test_the_file_of_an_edge_names_all_its_mistakes(tmp_path: Path) -> None:
+    (tmp_path / "policy.toml").write_text("[limits]\nmin_rows = 3\n")
+    (tmp_path / "edge.toml").write_text('server = "s:1"\nsilo = 0\ndevices = 2\npolicy = "policy.toml"\n')
+    with pytest.raises(RecipeError) as refused:
+        edge_file(tmp_path / "edge.toml")
+    assert all(word in str(refused.value) for word in ("edge.key", "ca.pem", "edge-credentials", "[limits]"))
+    for wrong in ("silo = -1", "devices = 0", 'server = "nowhere"', "color = 1"):
+        name = wrong.split(" ")[0]
+        text = "".join(f"{k} = {v}\n" for k, v in {"server": '"s:1"', "silo": 0, "devices": 2}.items() if k != name)
+        (tmp_path / "edge.toml").write_text(text + wrong)
+        with pytest.raises(RecipeError) as refused:
+            edge_file(tmp_path / "edge.toml")
+        assert name in str(refused.value) or "nowhere" in str(refused.value)
 
 
 @pytest.mark.slow

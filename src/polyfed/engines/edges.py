@@ -71,7 +71,7 @@ class EdgeRemote(Remote):
         merged: dict[int, Forwarded] = {}
         for silo, members in silos.items():
             try:
-                last, told = self._told(place, silo, members, answers[silo])
+                last, told, seal = self._told(place, silo, members, answers[silo])
                 before = [(one, merged[one.number]) for one in told if one.number in merged]
                 if any((one.task, one.turn) != (other.task, other.turn) for one, other in before):
                     raise BadReply("answered other requests than other edges")
@@ -80,7 +80,7 @@ class EdgeRemote(Remote):
                 continue
             found.last = max(found.last, last)
             for one in told:
-                self._book_all(place, one)
+                self._book_all(place, one, seal)
                 whole = merged.setdefault(one.number, Forwarded(one.task, one.number, one.turn))
                 whole.replies |= one.replies
                 whole.missing |= one.missing
@@ -105,8 +105,8 @@ class EdgeRemote(Remote):
 
     def _told(
         self, place: Request, silo: int, members: Sequence[int], answer: Packet | str
-    ) -> tuple[int, list[Forwarded]]:
-        """Decode what an edge has forwarded. Return the number of the next request, and the requests.
+    ) -> tuple[int, list[Forwarded], str]:
+        """Decode what an edge has forwarded. Return the number of the next request, the requests, and the seal.
 
         Raises:
             BadReply: the edge failed, or forwarded something else than replies of its devices to the server.
@@ -126,7 +126,7 @@ class EdgeRemote(Remote):
             raise BadReply(why if verdict in (FAILED, REFUSED) else f"answered with {str(verdict)[:40]!r}")
         match header:
             case {"last": int(last), "asked": list(asked)} if place.number <= last < MOST_REQUESTS:
-                return last, self._requests(place, members, last, asked, answer.body)
+                return last, self._requests(place, members, last, asked, answer.body), seal_of(header)
         raise BadReply("answered with something that cannot be read")
 
     def _requests(
@@ -154,18 +154,17 @@ class EdgeRemote(Remote):
                     raise BadReply("answered with a reply whose size cannot be read")
                 device = _member(client, members)
                 forwarded.replies[device] = self._one(request, device, Packet(packet, body[at : at + size]))
-                forwarded.seals[device] = seal_of(packet)
                 at += size
             forwarded.missing |= {_member(client, members): one_line(text) for client, text in missing.items()}
         if at != len(body):
             raise BadReply(f"holds {len(body) - at} bytes more than its header says")
         return found
 
-    def _book_all(self, place: Request, one: Forwarded) -> None:
-        """Record the replies of an answer that could be read as a whole in the ledger."""
+    def _book_all(self, place: Request, one: Forwarded, seal: str) -> None:
+        """Record the replies of an answer that could be read as a whole in the ledger, with the seal of the edge."""
         request = self._request(place, one.task, one.number, one.turn)
         for client, reply in sorted(one.replies.items()):
-            self._book(request, client, reply, "server", one.seals[client])
+            self._book(request, client, reply, "server", seal)
 
     def _request(self, place: Request, name: str, number: int, turn: int) -> Request:
         """Return the request of an edge, whose replies the server may see.

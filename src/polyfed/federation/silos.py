@@ -99,7 +99,6 @@ class Forwarded:
         number: number of the request in its round.
         turn: see `Federation.ask`.
         replies: what devices have replied, unchecked.
-        seals: the hash of the seal in the audit log of each device that has replied.
         missing: the devices without a reply, each with the reason.
     """
 
@@ -107,7 +106,6 @@ class Forwarded:
     number: int
     turn: int
     replies: dict[int, Message] = field(default_factory=dict)
-    seals: dict[int, str] = field(default_factory=dict)
     missing: dict[int, str] = field(default_factory=dict)
 
 

@@ -402,7 +402,8 @@ def main(number: int) -> int:
             connection = Connection(told["server"], Path(told["ca"]), PrivateKey(Path(one["key"])), stop, note)
             done = monitor.done if monitor is not None else lambda facts: None
             devices.append(Device(connection, one["config"], tasks, told["limit"], done))
-        LOGGER.info("%d devices are ready and wait for %s. %s", len(devices), told["server"], WAITS)
+        who = "%d devices are ready and wait for %s. %s" if hub is None else "%d edge is ready and waits for %s. %s"
+        LOGGER.info(who, len(devices), told["server"], WAITS)
         for device in devices:
             threads.append(Thread(target=device.run, daemon=True))
             threads[-1].start()

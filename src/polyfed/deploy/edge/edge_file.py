@@ -1,7 +1,7 @@
 """The file of `polyfed edge`, and the start of its process."""
 
 import tomllib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,6 +14,8 @@ from polyfed.deploy.device.device_file import become
 from polyfed.deploy.processes import listens
 from polyfed.experiment.recipes.parts import build
 from polyfed.experiment.recipes.settings import DeploymentSpec
+from polyfed.privacy.egress.limits import NO_LIMITS
+from polyfed.privacy.egress.requirements import NO_REQUIREMENTS
 from polyfed.transport.connection import host_and_port
 from polyfed.transport.logins import PrivateKey
 
@@ -94,6 +96,10 @@ def edge_file(path: Path) -> dict[str, Any]:
         faults.append(
             f"credentials: {credentials} lacks {', '.join(missing)}; `polyfed app DIR --host NAME` writes one"
         )
+    try:
+        refuse_demands(replace(config, policy=whole["policy"]))
+    except PolyfedError as error:
+        faults.append(str(error))
     if faults:
         raise RecipeError(f"{path}: " + "; ".join(faults))
     shared = {"client": config.silo, "policy": whole["policy"], "state": whole["state"], "edge": whole}
@@ -106,6 +112,17 @@ def edge_file(path: Path) -> dict[str, Any]:
         "devices": [{"key": whole["key"], "config": shared}],
         "hub": {"credentials": whole["credentials"], "host": config.host, "port": config.port},
     }
+
+
+def refuse_demands(edge: EdgeConfig) -> None:
+    """Refuse a policy file with sections that only a device, which has the rows, can obey.
+
+    Raises:
+        RecipeError: the file cannot be read, is no policy, or has such a section.
+    """
+    rules = edge.node.rules
+    if rules.limits != NO_LIMITS or rules.required != NO_REQUIREMENTS:
+        raise RecipeError(f"policy {rules.path}: an edge has no rows, so write [limits] and [require] on its devices")
 
 
 _PATHS = ("key", "ca", "credentials", "policy", "state")

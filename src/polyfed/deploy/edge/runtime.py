@@ -27,7 +27,7 @@ from polyfed.deploy.device.configuration import policy_on, recipe_on
 from polyfed.deploy.device.local_states import begin, check_fresh, keep, prune, state_before
 from polyfed.deploy.device.runtime import LEDGER, book
 from polyfed.deploy.device.store import DeviceStore
-from polyfed.deploy.edge.edge_file import EdgeConfig
+from polyfed.deploy.edge.edge_file import EdgeConfig, refuse_demands
 from polyfed.deploy.faults import in_short, log, log_problem
 from polyfed.deploy.handlers import MEGABYTE
 from polyfed.deploy.server.claimed_shapes import without_absent
@@ -65,7 +65,8 @@ from polyfed.federation.message_validation import MessageValidator, Receiver
 from polyfed.federation.silos import InSilos, in_lockstep
 from polyfed.federation.wire_format import Packet, decode, encode
 from polyfed.privacy.egress.audit_log import AuditLog
-from polyfed.privacy.egress.ledger import Entry, Ledger, lines
+from polyfed.privacy.egress.contents import contents
+from polyfed.privacy.egress.ledger import TO_CLIENT, Entry, Ledger, lines
 from polyfed.privacy.egress.policy import Policy
 from polyfed.transport.queue import Queue
 
@@ -286,6 +287,17 @@ class AtWork:
         model = self.engine.model
         validator = MessageValidator(self.engine.initial, model, tuple(model.shapes), self.engine.objective)
         validator.check_received(got, kind, Receiver(owned, 0, may_lack=True))
+        blocks = crossings(got)
+        entry = Entry(
+            *self.request_id.place,
+            (min(self._members),),
+            kind.__name__,
+            blocks,
+            TO_CLIENT,
+            (True,) * len(blocks),
+            contents(got, blocks, (True,) * len(blocks)),
+        )
+        self.engine.ledger.book(entry)
         try:
             running = {silo: part(silo, self._members, kept, self.engine.to_device(got), self.fed)}
             found = in_lockstep(self.fed, running)
@@ -310,15 +322,13 @@ class AtWork:
         Raises:
             EgressError: the edge's policy forbids a part of it.
         """
-        seals = {(entry.request, *entry.clients): entry.seal for entry in self.engine.ledger.entries if entry.seal}
         asked, bodies = [], list[bytes]()
         for answer in made.answers:
             replies = {}
             for client, reply in answer.replies.items():
                 self._refuse(client, reply)
                 one = encode(reply)
-                seal = seals.get((answer.number, client), "")
-                replies[str(client)] = one.header | {"size": len(one.body), "seal": seal}
+                replies[str(client)] = one.header | {"size": len(one.body)}
                 bodies.append(one.body)
             missing = {str(client): why for client, why in answer.replies.missing.items()}
             task = path_of(answer.task, self.recipe.algorithm)
@@ -349,6 +359,12 @@ class AtWork:
 
 
 def _policy(edge: EdgeConfig, recipe: Recipe, known: Sequence[Enrolment]) -> Policy:
+    """Return what may leave the silo.
+
+    Raises:
+        RecipeError: the policy file is wrong, or has a section that only a device can obey.
+    """
+    refuse_demands(edge)
     held = tuple(dict.fromkeys(name for one in known for name in one.modalities))
     return policy_on(replace(edge.node, modalities=",".join(held)), recipe, held)
 

@@ -59,7 +59,7 @@ def honest(parts: Assembly, silo: int, packet: Packet) -> tuple[dict[str, Any], 
         own = {n: v for n, v in parts.initial.items() if n.split(".")[0] in parts.fed.clients.owned(client)}
         one, five = torch.tensor(9), torch.zeros(5, dtype=torch.float64)
         said = encode(Upload({n: v for n, v in own.items() if n not in parts.fed.context.model.head()}, one, one, five))
-        replies[str(client)] = said.header | {"size": len(said.body), "seal": ""}
+        replies[str(client)] = said.header | {"size": len(said.body)}
         bodies.append(said.body)
     asked = [{"task": "upload", "number": 3, "turn": 0, "replies": replies, "missing": {}}]
     return {"request_id": packet.header["request_id"], "verdict": REPLY, "last": 4, "asked": asked}, bodies
