@@ -72,6 +72,7 @@ class Remote(Engine):
     Args:
         transport: carries packets.
         terms: deadlines, limits and the effect of a refusal.
+        facts: what an edge has heard about the federation; by default, the population has all facts.
         *args: see `Engine`. `population` holds the server's knowledge about the clients.
         **kwargs: see `Engine`.
 
@@ -82,14 +83,16 @@ class Remote(Engine):
     name = "remote"
     keeps_locals = False
 
-    def __init__(self, *args: Any, transport: Transport, terms: ReplyTerms, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, transport: Transport, terms: ReplyTerms, facts: Facts | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.transport, self.terms = transport, terms
         columns = self.population.columns
         shapes = {name: column.shape for name, column in columns.modalities.items()}
         scaled = columns.standardise if isinstance(columns.standardise, tuple) else ()
         known = as_tables(features_of(columns))
-        self.facts = Facts(shapes, columns.num_classes, digest(self.model.unsent), scaled, known)
+        self.facts = facts or Facts(shapes, columns.num_classes, digest(self.model.unsent), scaled, known)
 
     @override
     def answer(self, request: Request, clients: Sequence[int], send: Send) -> Answer:

@@ -250,9 +250,10 @@ class AtWork:
             emit=Emitter([_log_missing]),
             objective=task_of(recipe),
             transport=transport,
+            facts=facts,
             terms=replace(reply_terms_of(recipe, session), min_replies=0),
         )
-        engine.facts, engine.kept = facts, kept
+        engine.saved(kept)
         fed = Federation(
             clients=engine.registry,
             engine=engine,
