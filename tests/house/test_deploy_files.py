@@ -16,12 +16,11 @@ import typer
 import yaml
 
 from polyfed.cli import app
-from polyfed.core.errors import EgressError, RecipeError
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
-SERVICES = ("server", "run", "device")
+SERVICES = ("server", "device")
 
 HARDENED = {
     "NoNewPrivileges": "yes",
@@ -144,7 +143,7 @@ def test_a_container_has_no_rights_and_cannot_write_its_files(name: str) -> None
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert not {"privileged", "cap_add", "devices", "network_mode", "pid", "ipc"} & set(service)
-    assert service["restart"] == ("on-failure" if name == "run" else "unless-stopped")
+    assert service["restart"] == "unless-stopped"
     assert replaced(service["mem_limit"]) == "4g"
     writable = [volume.split(":") for volume in map(replaced, service["volumes"]) if not volume.endswith(":ro")]
     assert writable == [["device" if name == "device" else "server", "/var/lib/polyfed"]]
@@ -155,10 +154,6 @@ def test_a_container_has_no_rights_and_cannot_write_its_files(name: str) -> None
 def test_a_container_starts_a_command_that_exists(name: str) -> None:
     service = compose()["services"][name]
     given = check_command([replaced(word) for word in service["command"]])
-    if name == "run":
-        assert service["healthcheck"] == {"disable": True}
-        assert service["command"][1] == "/var/lib/polyfed/app"
-        return
     assert f"127.0.0.1:{given['--metrics-port']}/health" in service["healthcheck"]["test"][-1]
     if name == "device":
         assert "/etc/polyfed/device.toml" in service["command"]
@@ -178,8 +173,8 @@ def unit(path: Path) -> ConfigParser:
     return parser
 
 
-def test_there_is_a_unit_for_the_server_one_for_a_run_and_one_for_a_device() -> None:
-    assert [path.stem for path in UNITS] == ["polyfed-device", "polyfed-run", "polyfed-server"]
+def test_there_is_a_unit_for_the_server_and_one_for_a_device() -> None:
+    assert [path.stem for path in UNITS] == ["polyfed-device", "polyfed-server"]
 
 
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
@@ -191,11 +186,6 @@ def test_a_unit_is_hardened(path: Path) -> None:
     assert words[0] == "/opt/polyfed/bin/polyfed"
     assert service["MemoryMax"]
     given = check_command(words[1:])
-    if "run" in path.stem:
-        assert service["Restart"] == "on-failure", "a finished run is not submitted again"
-        assert service["RestartPreventExitStatus"] == f"{RecipeError.exit_code} {EgressError.exit_code}"
-        assert words[1:] == ["submit", "/var/lib/polyfed/app"]
-        return
     assert (service["Restart"], given["--metrics-port"]) == ("always", "9095")
     if "device" in path.stem:
         assert words[1:3] == ["device", "/etc/polyfed/device.toml"]

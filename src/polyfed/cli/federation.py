@@ -1,7 +1,8 @@
-"""The verbs of a deployment: write and submit an app, start a server, devices or an edge, ask for a status."""
+"""The verbs of a deployment: write and submit apps, start a server, devices or an edge, look after jobs, ask a status."""
 
 import os
 import signal
+from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +11,7 @@ import typer
 
 from polyfed.cli.application import AsJson, Interrupted, app
 from polyfed.cli.output import answer, print_json, show
+from polyfed.core.errors import RecipeError
 from polyfed.core.system.log_lines import LOG_FORMAT
 from polyfed.core.system.stop_signals import handling, interrupt
 
@@ -56,6 +58,10 @@ Host = Annotated[str, typer.Option(metavar="ADDRESS", help="Where devices reach 
 Port = Annotated[int, typer.Option(min=1, max=65535, metavar="N", help="Port for devices.")]
 
 
+MOMENTS = ["%Y-%m-%dT%H:%M", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%dT%H:%M%z", "%Y-%m-%d"]
+"""How the start of a job is written; without a time zone, it is that of this machine."""
+
+
 @app.command("app")
 def write_app(
     dir: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for the app.", show_default=False)],
@@ -99,6 +105,19 @@ def submit(
     data: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The server's own rows. [default: those of the app]")
     ] = None,
+    queue: Annotated[
+        bool, typer.Option("--queue", help="Return at once: the server runs the app as a job; see `polyfed jobs`.")
+    ] = False,
+    at: Annotated[
+        datetime | None,
+        typer.Option(formats=MOMENTS, metavar="TIME", help="With --queue: when the job starts, as 2027-03-31T22:00."),
+    ] = None,
+    wait: Annotated[
+        float | None,
+        typer.Option(
+            min=0, metavar="HOURS", help="With --queue: how long too few devices are waited for. [default: 1]"
+        ),
+    ] = None,
     log_format: LogFormatOption = LogFormat.text,
     as_json: AsJson = False,
 ) -> None:
@@ -113,6 +132,12 @@ def submit(
     given = {"out": out, "data": data}
     changes = {key: str(path.expanduser().absolute()) for key, path in given.items() if path is not None}
     beside = dir.with_name(f"{dir.name}-credentials") if credentials is None else credentials
+    if queue:
+        made, lines = deployment.enqueue(dir, beside, changes, at, wait)
+        answer(made, *lines, as_json=as_json)
+        return
+    if at is not None or wait is not None:
+        raise RecipeError("--at and --wait are for jobs of the server: add --queue")
     try:
         with handling(interrupt, signal.SIGTERM):
             done = deploy.submit(dir, beside, changes)
@@ -129,6 +154,7 @@ def server(
     port: Port = 9092,
     metrics_port: MetricsPort = 0,
     status_port: StatusPort = 0,
+    jobs: Annotated[int, typer.Option(min=0, metavar="N", help="How many jobs of the queue run side by side.")] = 1,
     log_format: LogFormatOption = LogFormat.text,
     as_json: JsonError = False,
 ) -> None:
@@ -136,7 +162,45 @@ def server(
     from polyfed import deploy
 
     os.environ[LOG_FORMAT] = log_format.value
-    deploy.run_server(credentials, deploy.ServerPorts(host, port, metrics_port, status_port))
+    deploy.run_server(credentials, deploy.ServerPorts(host, port, metrics_port, status_port), jobs)
+
+
+class JobAction(StrEnum):
+    """What `polyfed jobs` does with one job."""
+
+    show = "show"
+    logs = "logs"
+    pause = "pause"
+    resume = "resume"
+    cancel = "cancel"
+
+
+@app.command()
+def jobs(
+    credentials: Annotated[
+        Path, typer.Argument(metavar="DIR", help="The credentials of the server.", exists=True, file_okay=False)
+    ],
+    action: Annotated[
+        JobAction | None, typer.Argument(help="What to do with one job. [default: list all]", show_default=False)
+    ] = None,
+    number: Annotated[int | None, typer.Argument(metavar="[ID]", help="Number of the job.", show_default=False)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the jobs of this machine's server, or look after one: `polyfed jobs DIR cancel 3`.
+
+    A paused or cancelled job costs devices nothing from the next second on. A paused one can be resumed exactly, and so
+    can one that has failed.
+    """
+    from polyfed.cli.printing import deployment
+
+    if (action is None) != (number is None):
+        raise RecipeError(f"polyfed jobs DIR ACTION ID: ACTION is {', '.join(JobAction)}, and ID the number of a job")
+    if action is JobAction.logs:
+        told = deployment.log_of(credentials, number or 0)
+        answer({"job": number, "log": told}, *told.splitlines(), as_json=as_json)
+        return
+    facts, parts = deployment.jobs_of(credentials, None if action is None else action.value, number or 0)
+    answer(facts, *parts, as_json=as_json)
 
 
 @app.command()

@@ -9,7 +9,8 @@ Files:
     processes: process groups, signals and ports of this machine.
     local_federation: a server and its devices as processes of this machine.
     server/: what runs on the server. `hosting` starts the server, `queued_run` a run, whose main function is in
-        `server`. `enrolment`, `membership` and `claimed_shapes` decide who takes part.
+        `server`, and `jobs` has the queue of runs and their supervisor. `enrolment`, `membership` and `claimed_shapes`
+        decide who takes part.
     device/: what runs on a device. `agent` waits for the server, `tasks` runs the tasks, and `device_file` and
         `configuration` are what its owner writes.
     edge/: the edge of a silo, which serves the silo's devices and is a participant of the server. `edge_file` is what
@@ -29,9 +30,11 @@ from polyfed.deploy.processes import ServerPorts
 
 if TYPE_CHECKING:
     from polyfed.deploy.app_folder import write_app, write_nodes
+    from polyfed.deploy.server.jobs import Job
 
 __all__ = [
     "ServerPorts",
+    "enqueue",
     "run_device",
     "run_edge",
     "run_locally",
@@ -102,15 +105,28 @@ def submit(app: Path, credentials: Path, changes: Mapping[str, str]) -> Path:
     return queued_run.run_here(app, credentials, changes)
 
 
-def run_server(credentials: Path, ports: ServerPorts) -> None:
-    """Serve devices; see `polyfed.deploy.server.hosting`.
+def enqueue(app: Path, credentials: Path, changes: Mapping[str, str], at: float, wait: float) -> "Job":
+    """Put a run of an app into the queue of this machine's server; see `queued_run.enqueue`.
+
+    Raises:
+        PolyfedError: the app is wrong, or the folder holds no credentials of a server.
+    """
+    if not (credentials / "server.pem").exists():
+        raise RecipeError(f"{credentials} holds no server.pem. Give the folder of the server (--credentials)")
+    with _needing_extra("a run with devices"):
+        from polyfed.deploy.server import queued_run
+    return queued_run.enqueue(app, credentials, changes, at, wait)
+
+
+def run_server(credentials: Path, ports: ServerPorts, jobs: int = 1) -> None:
+    """Serve devices and run jobs; see `polyfed.deploy.server.hosting`.
 
     Raises:
         RecipeError: an argument is wrong, or an extra is not installed.
     """
     with _needing_extra("a server"):
         from polyfed.deploy.server import hosting
-    hosting.server(credentials, ports)
+    hosting.server(credentials, ports, jobs)
 
 
 def run_device(path: Path, metrics_port: int) -> None:

@@ -2,12 +2,14 @@
 
 import uuid
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from polyfed.algorithms.evaluate import Evaluate
 from polyfed.core.errors import BadReply, EgressError, NotAllowed, PolyfedError
 from polyfed.core.registry import only
 from polyfed.core.system.files import PUBLIC_KEY
@@ -45,6 +47,7 @@ from polyfed.privacy.egress.audit_log import AuditLog
 from polyfed.privacy.egress.ledger import NO_RUN, Ledger
 from polyfed.privacy.egress.limits import NO_LIMITS, Limits
 from polyfed.privacy.egress.policy import Policy
+from polyfed.privacy.egress.purposes import Terms
 from polyfed.privacy.egress.requirements import NO_REQUIREMENTS, Requirements
 
 MEGABYTE = 2**20
@@ -143,6 +146,7 @@ class Deployed:
         with blamed("its policy file is not valid"):
             policy, limits = policy_on(node, recipe, node.held), node.rules.limits.stricter(recipe.limits)
             required = node.rules.required
+        terms = _terms_of(recipe, node, enrols=enrols)
         with blamed("its limits cannot be compared with the recipe"):
             _refuse_unmet(unfit_options(limits, recipe), node.client)
         with blamed("its requirements cannot be compared with the recipe"):
@@ -165,7 +169,7 @@ class Deployed:
             with blamed("its audit log cannot be written"):
                 if AuditLog(node.folder).prepare():
                     log(f"made the key of the audit log; keep a copy of {node.folder / PUBLIC_KEY} elsewhere")
-            answer = enrolment(population, policy, node.client, limits, task_of(recipe))
+            answer = enrolment(population, policy, node.client, limits, task_of(recipe), evaluated=terms.evaluation)
             with blamed("its audit log cannot be written"):
                 _book_enrolment(answer, node, population)
             return answer
@@ -182,6 +186,7 @@ class Deployed:
                 conditions=conditions,
                 app=self.recipe_path.parent,
             )
+            runtime = replace(runtime, purpose=recipe.deployment.purpose, terms=terms)
             _refuse_unmet(unmet_by_model(required, recipe, runtime.engine.model, runtime.engine.initial), node.client)
         with blamed("a task failed"):
             return runtime.answer(packet, node.client)
@@ -204,6 +209,21 @@ def _folder_in(config: Mapping[str, Any]) -> Path | None:
     except PolyfedError:
         return None
     return node.folder
+
+
+def _terms_of(recipe: Recipe, node: NodeConfig, *, enrols: bool) -> Terms:
+    """Return what the device allows now for the purpose of a recipe.
+
+    Raises:
+        EgressError: the device does not take part for this purpose, or does not enrol in a run of this kind.
+    """
+    purpose, purposes = recipe.deployment.purpose, node.rules.purposes
+    evaluates = isinstance(recipe.algorithm, Evaluate) if enrols else None
+    why = purposes.refusal(purpose, datetime.now(UTC), evaluates)
+    _refuse_unmet([why] if why else [], node.client)
+    terms = purposes.terms(purpose)
+    assert terms is not None, "it was refused"
+    return terms
 
 
 def _refuse_unmet(reasons: Iterable[str], client: int) -> None:

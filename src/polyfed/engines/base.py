@@ -131,6 +131,7 @@ class Engine(ABC):
         # the server will not repeat this round or earlier ones: clients in other processes may delete older states
         self.kept = 0
         self._evaluates: Evaluates | None = None
+        self._trains: Evaluates | None = None
         self._contexts: dict[tuple[str, ...], ClientContext] = {}
 
     @property
@@ -165,16 +166,23 @@ class Engine(ABC):
         """Continue after a round, with the local states that the clients had then."""
         self.locals, self.kept = dict(locals), round
 
-    def for_request(self, ledger: Ledger, locals: Mapping[int, Tree], evaluates: Evaluates | None) -> Self:
+    def for_request(
+        self,
+        ledger: Ledger,
+        locals: Mapping[int, Tree],
+        evaluates: Evaluates | None,
+        trains: Evaluates | None = None,
+    ) -> Self:
         """Return this engine for a single request to a device, whose local state and ledger come from its disk.
 
         Args:
             ledger: records the messages of the request.
             locals: the local state of the client, if it has one.
             evaluates: counts the request in the budget of evaluations; None without such a budget.
+            trains: refuses a request that reads the training rows; None if it may.
         """
         one = copy(self)
-        one.ledger, one.locals, one._evaluates = ledger, dict(locals), evaluates
+        one.ledger, one.locals, one._evaluates, one._trains = ledger, dict(locals), evaluates, trains
         return one
 
     def move(self, device: torch.device) -> None:
@@ -268,9 +276,10 @@ class Engine(ABC):
 
     def guard(self, request: Request, client: int) -> LimitGuard:
         """Return what holds a task of this client to the limits of the device. Evaluation clients have no limits."""
-        limits, evaluates = (self.limits, self._evaluates) if client >= 0 else (NO_LIMITS, None)
-        exact = client < 0 or self.required.score_noise is None
-        return LimitGuard(limits, client, request.name, self.objective, evaluates, exact)
+        if client < 0:
+            return LimitGuard(NO_LIMITS, client, request.name, self.objective)
+        exact = self.required.score_noise is None
+        return LimitGuard(self.limits, client, request.name, self.objective, self._evaluates, self._trains, exact)
 
     def failed(self, request: Request, client: int, error: Exception, missing: dict[int, str]) -> None:
         """Put the reason for a client's failure into `missing`, and emit the event `client-failed`."""

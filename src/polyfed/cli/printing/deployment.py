@@ -1,8 +1,10 @@
 """The output of `polyfed app` and of `polyfed check --node`."""
 
 import json
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,14 @@ from rich.text import Text
 
 from polyfed import deploy
 from polyfed.cli.printing import tables
-from polyfed.core.errors import command
+from polyfed.cli.printing.status_tables import job_facts, job_table
+from polyfed.core.errors import RecipeError, command
 from polyfed.core.messages import LABELS
 from polyfed.core.system.files import RESULT
 from polyfed.core.tree import SHARED
 from polyfed.deploy.device.recipe_check import Inspection
+from polyfed.deploy.server.hosting import serves
+from polyfed.deploy.server.jobs import LOG, WAIT_HOURS, Jobs
 from polyfed.experiment.checks.check import fixes_of
 from polyfed.privacy.egress.policy import EVERY
 from polyfed.report import REPORT
@@ -31,6 +36,63 @@ def result_of(out: Path) -> tuple[dict[str, Any], list[RenderableType]]:
     """Return the result in a run folder and what to print of it."""
     result: dict[str, Any] = json.loads((out / RESULT).read_text())
     return result, [tables.result_table(result), Text(f"files in {out}, picture in {out / REPORT}")]
+
+
+def enqueue(
+    app: Path, credentials: Path, changes: Mapping[str, str], at: datetime | None, wait: float | None
+) -> tuple[dict[str, Any], list[str]]:
+    """Put a job into the queue, and return its record and what to print.
+
+    Raises:
+        RecipeError: the start is in the past; see also `queued_run.enqueue`.
+    """
+    moment = 0.0 if at is None else at.timestamp()  # without a time zone, it is that of this machine
+    if at is not None and moment < time.time() - 60:
+        raise RecipeError(
+            f"--at {at.isoformat()} is in the past, as this machine's clock says {datetime.now():%Y-%m-%dT%H:%M}"
+        )
+    job = deploy.enqueue(app, credentials, changes, moment, 3600 * (WAIT_HOURS if wait is None else wait))
+    lines = [f"job {job.id} waits{_when(moment)}; the run will be in {job.out}"]
+    if not serves(credentials):
+        start = command("server", credentials)
+        lines.append(f"no server uses these credentials now; it starts the job when it is there: {start}")
+    lines.append(f"how it stands: {command('jobs', credentials)}")
+    return asdict(job), lines
+
+
+def _when(moment: float) -> str:
+    return f" until {_local(moment)}" if moment > time.time() else ""
+
+
+def _local(moment: float) -> str:
+    return datetime.fromtimestamp(moment).astimezone().isoformat(timespec="seconds")
+
+
+def log_of(credentials: Path, number: int) -> str:
+    """Return the log of a job; "" before its first start.
+
+    Raises:
+        RecipeError: there is no such job.
+    """
+    jobs = Jobs(credentials)
+    jobs.get(number)
+    path = jobs.place(number) / LOG
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+def jobs_of(credentials: Path, action: str | None, number: int) -> tuple[Any, list[RenderableType]]:
+    """Do something with a job, or list all. Return what `polyfed jobs --json` prints, and what to print otherwise."""
+    jobs = Jobs(credentials)
+    if action is None:
+        found = [jobs.facts(job) for job in jobs.all()]
+        lines: list[RenderableType] = (
+            [job_table(found)] if found else ["there are no jobs; `polyfed submit --queue` adds one"]
+        )
+        lines += [f"the record of job {one} is damaged: {jobs.place(one)}" for one in jobs.damaged()]
+        return {"jobs": found, "damaged": jobs.damaged()}, lines
+    job = jobs.get(number) if action == "show" else jobs.order(number, action)
+    facts = jobs.facts(job)
+    return facts, [job_facts(facts)] if action == "show" else [f"job {job.id} is {job.state}"]
 
 
 def resume_command(recipe: Path, folder: Path) -> str:
@@ -143,6 +205,7 @@ def device_tables(inspection: Inspection) -> Group:
     parts += [Text(f"would be allowed by {fix}") for fix in fixes]
     parts += [Text(f"[limits] {line}") for line in inspection.limits]
     parts += [Text(f"[require] {line} (of the device)") for line in inspection.required]
+    parts += [Text(line) for line in inspection.purposes]
     parts += [Text(f"would be refused by {why}", "bold red") for why in inspection.breaches]
     if inspection.unchecked:
         cure = f'--node \'data="mine.npz" client=0 modalities="..." policy="{node.policy}"\''
@@ -162,6 +225,7 @@ def device_facts(inspection: Inspection) -> dict[str, Any]:
         "egress": inspection.policy.table(node.held),
         "limits": list(inspection.limits),
         "required": list(inspection.required),
+        "purposes": list(inspection.purposes),
         "breaches": list(inspection.breaches),
         "planned": [asdict(row) for row in inspection.planned],
         "unchecked": inspection.unchecked,

@@ -1,9 +1,12 @@
-"""The output of `polyfed status`. All texts in it come from the network, so only printable characters are shown."""
+"""The output of `polyfed status` and `polyfed jobs`. Texts may come from the network: all are made printable."""
 
+import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from polyfed.core.errors import PolyfedError
@@ -36,6 +39,8 @@ def _parts(told: dict[str, Any]) -> list[RenderableType]:
             number = "in none of these runs" if device["client"] is None else str(device["client"])
             away.add_row(Text(escaped(number)), Text(escaped(str(device["key"]))))
         parts.append(titled("Devices that are away", away))
+    if told.get("jobs"):
+        parts.append(titled("Jobs", job_table(told["jobs"])))
     runs = plain_table("run", "state", "round", "folder", left=2)
     for run in told["runs"]:
         progress = run["progress"]
@@ -49,9 +54,68 @@ def _parts(told: dict[str, Any]) -> list[RenderableType]:
     return parts
 
 
+def job_table(jobs: Sequence[dict[str, Any]]) -> Table:
+    """Return a line for each job, from the facts of `Jobs.facts`."""
+    table = plain_table(
+        "job", "name", "state", "devices", "round", "bytes up", "bytes down", "epsilon", "no reply", "note", left=3
+    )
+    for job in jobs:
+        table.add_row(*(Text(escaped(word)) for word in _job(job)))
+    return table
+
+
+def _job(job: dict[str, Any]) -> list[str]:
+    devices = f"{job['enrolled']} of {job['wanted']}" if job["wanted"] else ""
+    epsilon = "" if job["epsilon"] is None else f"{job['epsilon']:.3g}"
+    later = job["state"] == "waiting" and job["at"] > time.time()
+    note = f"not before {_moment(job['at'])}. {job['reason']}" if later else str(job["reason"])
+    sizes = [f"{job[key]:,}" for key in ("bytes_up", "bytes_down")]
+    round = f"{job['round']} of {job['rounds']}"
+    return [
+        str(job["id"]),
+        str(job["name"]),
+        str(job["state"]),
+        devices,
+        round,
+        *sizes,
+        epsilon,
+        str(job["missing"]),
+        note,
+    ]
+
+
+def job_facts(job: dict[str, Any]) -> Table:
+    """Return all that is known about a job, a line for each fact."""
+    table = plain_table("", "", left=2)
+    rows = {
+        "job": f"{job['id']}, {job['name']}",
+        "state": f"{job['state']} since {_moment(job['changed'])}",
+        "why": job["reason"],
+        "purpose": job["purpose"],
+        "submitted": f"{_moment(job['submitted'])} by {job['by']}",
+        "not before": _moment(job["at"]) if job["at"] else "",
+        "tried for": f"{job['wait'] / 3600:g} hours while too few devices answer",
+        "folder": job["out"],
+        "devices": f"{job['enrolled']} of {job['wanted']} enrolled" if job["wanted"] else "",
+        "round": f"{job['round']} of {job['rounds']}",
+        "bytes up, down": f"{job['bytes_up']:,}, {job['bytes_down']:,}",
+        "epsilon": "" if job["epsilon"] is None else f"{job['epsilon']:.4g}",
+        "requests without a reply": job["missing"],
+    }
+    for client, told in job["reasons"].items():
+        rows[f"client {client}"] = f"round {told['round']}, {told['task']}: {told['reason']}"
+    for name, value in rows.items():
+        if value != "":
+            table.add_row(Text(escaped(name), "dim"), Text(escaped(str(value))))
+    return table
+
+
+def _moment(moment: float) -> str:
+    return datetime.fromtimestamp(moment, UTC).isoformat(timespec="seconds")
+
+
 def _run(identity: str, run: dict[str, Any]) -> list[RenderableType]:
     facts = plain_table("", "", left=2)
-    moment = datetime.fromtimestamp(run["updated"], UTC).isoformat(timespec="seconds")
     rows = {
         "state": run["state"],
         "folder": run["run"],
@@ -60,7 +124,7 @@ def _run(identity: str, run: dict[str, Any]) -> list[RenderableType]:
         "asked in the latest round": run["cohort"],
         "bytes up, down": f"{run['bytes_up']:,}, {run['bytes_down']:,}",
         "replies missing, late": f"{run['missing_replies']}, {run['late_replies']}",
-        "last event": moment,
+        "last event": _moment(run["updated"]),
     } | ({"error": run["error"]} if run["error"] else {})
     for name, value in rows.items():
         facts.add_row(Text(name, "dim"), Text(escaped(str(value))))

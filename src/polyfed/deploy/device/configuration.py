@@ -19,17 +19,20 @@ from polyfed.experiment.recipes.recipe import Recipe, parse_recipe, read_table
 from polyfed.model import HuggingFace
 from polyfed.privacy.egress.limits import Limits
 from polyfed.privacy.egress.policy import Policy, guards_among
+from polyfed.privacy.egress.purposes import Purposes
 from polyfed.privacy.egress.requirements import NO_REQUIREMENTS, Requirements
 from polyfed.selection import SELECTORS, Selector
 
 WHERE = "[[device]]"
 """The table of a device in its file."""
 
-SECTIONS = "[egress.*], [allow], [limits] and [require]"
+SECTIONS = "[egress.*], [allow], [limits], [require] and [purposes.*]"
 """Names of the sections of a policy file, for error messages."""
 
 RELAYS = ("refused", "edge", "server-sees")
 """Allowed values of `relay`."""
+
+PARTS = ("egress", "allow", "limits", "require", "purposes")
 
 _PAIR = re.compile(r"""([\w-]+)\s*=\s*("[^"]*"|'[^']*'|\S+)""")
 """Pattern of a key and its TOML value. Spaces separate the pairs."""
@@ -114,6 +117,7 @@ class DevicePolicy:
         allowance: the code and models that a recipe may use, [allow]. Without the section, it may use none.
         limits: minimum numbers of rows and steps, and maximum numbers of rounds and requests, [limits].
         required: the protection that a recipe must have, [require].
+        purposes: the purposes for which the device takes part, [purposes].
     """
 
     path: str = ""
@@ -122,6 +126,7 @@ class DevicePolicy:
     allowance: Allowance = Allowance()
     limits: Limits = Limits()
     required: Requirements = NO_REQUIREMENTS
+    purposes: Purposes = Purposes()
 
     @classmethod
     def read(cls, path: str) -> "DevicePolicy":
@@ -137,7 +142,7 @@ class DevicePolicy:
             table = tomllib.loads(text.decode("utf-8-sig"))
         except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise RecipeError(f"policy {path}: {error}. Give a TOML file with {SECTIONS}") from None
-        if strange := [name for name in table if name not in ("egress", "allow", "limits", "require")]:
+        if strange := [name for name in table if name not in PARTS]:
             raise RecipeError(f"policy {path}: no section '{strange[0]}'; a policy has {SECTIONS} only")
         if not table:  # perhaps an editor has only begun to write the file
             raise RecipeError(
@@ -152,6 +157,7 @@ class DevicePolicy:
             Allowance.parse(table.get("allow", {}), f"{where} [allow]"),
             Limits.parse(table.get("limits", {}), f"{where} [limits]"),
             Requirements.parse(table.get("require", {}), f"{where} [require]"),
+            Purposes.parse(table.get("purposes"), where),
         )
 
 

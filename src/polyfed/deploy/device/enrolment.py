@@ -16,7 +16,13 @@ from polyfed.privacy.egress.policy import Policy
 
 
 def enrolment(
-    population: Population, policy: Policy, client: int, limits: Limits = NO_LIMITS, objective: Objective = CLASSES
+    population: Population,
+    policy: Policy,
+    client: int,
+    limits: Limits = NO_LIMITS,
+    objective: Objective = CLASSES,
+    *,
+    evaluated: bool = True,
 ) -> Packet:
     """Return a client's enrolment with the facts that the server needs before its first request, or else a refusal.
 
@@ -26,6 +32,7 @@ def enrolment(
         client: the client's number in the federation.
         limits: the limits that the client's device sets.
         objective: what the model learns to predict.
+        evaluated: whether the device lets the run read its own test and validation rows; else it tells of none.
     """
     columns, registry = population.columns, registry_of(population)
     known = registry[client]
@@ -38,8 +45,11 @@ def enrolment(
         rows=known.num_rows,
         modalities=known.modalities,
         silo=known.silo,
-        tested=client in registry.tested and _enough(population, population.test, client, limits, objective),
-        validated=client in registry.validated
+        tested=evaluated
+        and client in registry.tested
+        and _enough(population, population.test, client, limits, objective),
+        validated=evaluated
+        and client in registry.validated
         and _enough(population, population.own_validation, client, limits, objective),
         shapes={name: told_shape(columns.modalities[name]) for name in known.modalities},
         num_classes=columns.num_classes,

@@ -7,10 +7,12 @@ limits.
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from polyfed.algorithms.evaluate import Evaluate
 from polyfed.core.errors import DataError, EgressError, RecipeError
 from polyfed.core.registry import check_array, check_import, check_model, only
 from polyfed.data import Columns, Population
@@ -54,6 +56,7 @@ class Inspection:
             exceed one of `limits`, or the recipe lacks protection that the device demands.
         limits: the limits on this device. Each entry says where the limit comes from: the device or the recipe.
         required: the protection that the device demands.
+        purposes: the purposes for which the device takes part, with their terms; empty if for any.
         unchecked: why the check does not know what the recipe would send; "" if it knows.
     """
 
@@ -66,6 +69,7 @@ class Inspection:
     breaches: tuple[str, ...] = ()
     limits: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
+    purposes: tuple[str, ...] = ()
     unchecked: str = ""
 
     @property
@@ -129,8 +133,11 @@ def _inspected(recipe: Recipe, node: NodeConfig) -> Inspection:
     policy, required = policy_on(node, recipe, node.held), node.rules.required
     policy, planned, unchecked = _planned(recipe, node, policy, population, unread)
     limits, train = node.rules.limits.stricter(recipe.limits), recipe.algorithm.train
-    lacking = (*unfit_options(limits, recipe), *_lacking(required, recipe, node))
+    purposes, evaluates = node.rules.purposes, isinstance(recipe.algorithm, Evaluate)
+    why = purposes.refusal(recipe.deployment.purpose, datetime.now(UTC), evaluates)
+    lacking = (*([why] if why else []), *unfit_options(limits, recipe), *_lacking(required, recipe, node))
     told: dict[str, Any] = {"limits": limits.sentences(), "required": required.sentences(), "unchecked": unchecked}
+    told["purposes"] = purposes.sentences()
     if population is None or not node.data:
         breaches = (*limits.foreseen(train, recipe.rounds, None), *lacking)
         return Inspection(node, policy, None, {}, 0, planned, breaches, **told)

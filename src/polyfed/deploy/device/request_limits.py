@@ -1,7 +1,12 @@
-"""Limits on how often a server asks: `max_rounds`, `max_requests` and the budgets per day of the device's [limits]."""
+"""Limits on how often a server asks: `max_rounds`, `max_requests` and the budgets per day of the device's [limits].
 
+Also what stays the same in all requests of a run: its purpose.
+"""
+
+import json
 import time
 
+from polyfed.core.errors import EgressError
 from polyfed.core.request import Request
 from polyfed.deploy.device.store import STORE, Memory
 from polyfed.privacy.egress.limits import Limits
@@ -25,6 +30,24 @@ def admit(memory: Memory, limits: Limits, request: Request) -> None:
         limits.refuse("max_requests", number, memory.client, request.name)
     admit_today(memory, limits, "max_runs_per_day", request.name)
     admit_today(memory, limits, "max_requests_per_day", request.name)
+
+
+def admit_purpose(memory: Memory, purpose: str) -> None:
+    """Note the purpose of a run in its first request, and refuse a request that names another one.
+
+    Else a server could continue a run for one purpose, with the local states that it left here, for another one.
+
+    Raises:
+        EgressError: the run began for another purpose.
+    """
+    of = (memory.run, memory.client)
+    memory.rows.execute("INSERT OR IGNORE INTO purposes VALUES (?, ?, ?)", (*of, purpose))
+    (begun,) = memory.rows.execute("SELECT purpose FROM purposes WHERE run = ? AND client = ?", of).fetchone()
+    if begun != purpose:
+        raise EgressError(
+            f"client {memory.client} refused the recipe: this run began with [deployment] purpose = {json.dumps(begun)}"
+            f", and now the recipe says {json.dumps(purpose)}. A run keeps its purpose: begin another run"
+        )
 
 
 def admit_today(memory: Memory, limits: Limits, budget: str, task: str) -> None:

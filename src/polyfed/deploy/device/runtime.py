@@ -5,7 +5,7 @@ It also stores the client's local state and ledger.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from polyfed.core.errors import BadReply, EgressError, PolyfedError
@@ -24,7 +24,7 @@ from polyfed.deploy.device.repeated_requests import (
     keep_reply,
     kept_reply,
 )
-from polyfed.deploy.device.request_limits import admit, admit_today
+from polyfed.deploy.device.request_limits import admit, admit_purpose, admit_today
 from polyfed.deploy.device.store import ClientStore, DeviceStore, Memory
 from polyfed.deploy.faults import Fault, in_short, log_problem
 from polyfed.engines import Sequential
@@ -37,6 +37,7 @@ from polyfed.federation.message_validation import MessageValidator, Receiver
 from polyfed.federation.wire_format import Packet, decode, encode
 from polyfed.privacy.egress.audit_log import AuditLog
 from polyfed.privacy.egress.ledger import TO_CLIENT, Entry, Ledger, lines
+from polyfed.privacy.egress.purposes import ANY, Terms, header
 from polyfed.privacy.egress.requirements import Release
 
 LEDGER = "egress.jsonl"
@@ -59,6 +60,8 @@ class ClientRuntime:
         conditions: digest of the recipe, policy and data of a device; see `repeated_requests.conditions_of`.
         rounds: number of rounds of the recipe, or None if it is not known. No request may be of a later round.
         ranks: the LoRA ranks of the clients.
+        purpose: the purpose that the recipe names, or None in a simulation.
+        terms: what the device allows for this purpose.
     """
 
     engine: Sequential
@@ -71,6 +74,8 @@ class ClientRuntime:
     conditions: str = ""
     rounds: int | None = None
     ranks: ClientRanks = ClientRanks()
+    purpose: str | None = None
+    terms: Terms = ANY
 
     def answer(self, packet: Packet, client: int) -> Packet:
         """Answer a request. Errors also become answers, so that no request can stop the client.
@@ -120,7 +125,8 @@ class ClientRuntime:
         prune(store.store, request_id.run, request_id.client)
         ledger = Ledger(request_id.run, hashing=self.audit is not None)
         before = {} if local is None else {request_id.client: local}
-        engine = self.engine.for_request(ledger, before, self._evaluations(store.store, request_id))
+        evaluates = self._evaluations(store.store, request_id)
+        engine = self.engine.for_request(ledger, before, evaluates, self._trainings(request_id.client))
         missing: dict[int, str] = {}
         content: Packet | None = None
         booked, seal = False, ""
@@ -158,6 +164,8 @@ class ClientRuntime:
         """
         with store.transaction() as memory:
             check_fresh(memory, request_id)  # first, because a stale request gets no reply and must cost nothing
+            if self.purpose is not None:
+                admit_purpose(memory, self.purpose)
             local = self._fitting(state_before(memory, request_id), request, request_id.client)
         use = digest_of_use(request, local or {}, packet, self.conditions)
         with store.transaction() as memory:
@@ -180,6 +188,8 @@ class ClientRuntime:
 
     def _evaluations(self, device: DeviceStore, request_id: RequestId) -> Callable[[str], EgressError | None] | None:
         """Return a function that counts an evaluation, if the device limits them, and returns the refusal or None."""
+        if not self.terms.evaluation:
+            return partial(self._unfit, "evaluation", "its own test or validation rows", request_id.client)
         limits = self.engine.limits
 
         def evaluates(task: str) -> EgressError | None:
@@ -191,6 +201,17 @@ class ClientRuntime:
             return None
 
         return None if limits.max_evaluations_per_day is None else evaluates
+
+    def _trainings(self, client: int) -> Callable[[str], EgressError | None] | None:
+        """Return a function that refuses to read the training rows, or None if that is allowed."""
+        return None if self.terms.training else partial(self._unfit, "training", "the training rows", client)
+
+    def _unfit(self, key: str, rows: str, client: int, task: str) -> EgressError:
+        where = f"{header(self.purpose or '')} {key}"
+        return EgressError(
+            f"client {client} refused task {task}: {where} = false of the device, and the task reads {rows}. "
+            f"It would be allowed if the device's policy file said: {where} = true"
+        )
 
     def _refuse_made_model(self, request: Request, got: Message, client: int) -> None:
         """Refuse a model that could only read the data; see `Policy.accepts`. It costs no privacy budget.

@@ -55,6 +55,7 @@ TABLES = {
     f"times {_COUNT.format('times')}, PRIMARY KEY (unit, noise)",
     "units": f"{_OF_CLIENT}, unit TEXT NOT NULL CHECK (unit IN ('', 'client', 'example')), mixed TEXT NOT NULL, "
     "PRIMARY KEY (run, client)",
+    "purposes": f"{_OF_CLIENT}, purpose TEXT NOT NULL, PRIMARY KEY (run, client)",
     "secrets": f"{_OF_CLIENT}, name TEXT NOT NULL, use TEXT NOT NULL, PRIMARY KEY (run, client, name)",
     "unmasked": f"{_AT}, PRIMARY KEY (run, client)",
     "journals": f"{_AT}, session {_NUMBER.format('session')}, floor_round {_NUMBER.format('floor_round')}, "
@@ -71,6 +72,7 @@ TABLES = {
 - `releases`: how often it answered a request with noise of its own
 - `spent`: how many Gaussian mechanisms with this noise all runs together have used
 - `units`: the unit that [privacy] protected in the newest request, and the blocks that could reveal other modalities
+- `purposes`: the purpose for which a run began
 - `secrets`: digests of the secrets used, with the request that they served or the conditions they were drawn under
 - `unmasked`: the newest request for which the client has revealed shares
 - `journals`: the newest request that the client has begun, and up to which request none can come again

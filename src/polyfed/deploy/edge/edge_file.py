@@ -121,8 +121,10 @@ def refuse_demands(edge: EdgeConfig) -> None:
         RecipeError: the file cannot be read, is no policy, or has such a section.
     """
     rules = edge.node.rules
-    if rules.limits != NO_LIMITS or rules.required != NO_REQUIREMENTS:
-        raise RecipeError(f"policy {rules.path}: an edge has no rows, so write [limits] and [require] on its devices")
+    if rules.limits != NO_LIMITS or rules.required != NO_REQUIREMENTS or rules.purposes.named is not None:
+        raise RecipeError(
+            f"policy {rules.path}: an edge has no rows, so write [limits], [require] and [purposes] on its devices"
+        )
 
 
 _PATHS = ("key", "ca", "credentials", "policy", "state")

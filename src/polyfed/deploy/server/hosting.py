@@ -7,24 +7,23 @@ from polyfed.core.errors import RecipeError
 from polyfed.deploy.credentials import SERVER, care_for_certificate, check_server
 from polyfed.deploy.metrics import require_prometheus
 from polyfed.deploy.processes import HOST, ServerPorts, listens
-from polyfed.deploy.server.run_log import remove_old
+from polyfed.deploy.server.jobs import Jobs, supervised
+from polyfed.deploy.server.run_log import RUNS, remove_old
 from polyfed.transport.hub import HubServer
 from polyfed.transport.queue import SERVER as SERVER_BELL
 from polyfed.transport.queue import ring
-
-RUNS = "runs"
-"""The folder in the credentials with the statuses of the runs; see `polyfed.deploy.server.run_log`."""
 
 SHOWN = 10
 """Most runs in the status of a server."""
 
 
-def server(credentials: Path, ports: ServerPorts) -> None:
-    """Serve devices until a signal ends this process.
+def server(credentials: Path, ports: ServerPorts, jobs: int = 1) -> None:
+    """Serve devices, and run the jobs in the queue, until a signal ends this process.
 
     Args:
         credentials: folder with `ca.pem`, `server.pem`, `server.key` and a public key `*.pub` for every device.
         ports: the addresses and ports on which to listen. There is no port for commands.
+        jobs: how many jobs run side by side.
 
     Raises:
         RecipeError: a certificate is missing or invalid, or another process uses a port or the folder.
@@ -40,7 +39,8 @@ def server(credentials: Path, ports: ServerPorts) -> None:
     hub = HubServer(credentials, ports.host, ports.port, lambda: care_for_certificate(credentials))
     if ports.metrics_port or ports.status_port:
         _add_monitors(hub, ports, statuses)
-    hub.run()
+    with supervised(Jobs(credentials), jobs):
+        hub.run()
 
 
 def _add_monitors(hub: HubServer, ports: ServerPorts, statuses: Path) -> None:
@@ -51,7 +51,9 @@ def _add_monitors(hub: HubServer, ports: ServerPorts, statuses: Path) -> None:
 
     def facts() -> dict[str, Any]:
         found = sorted(statuses.glob("*/"), key=lambda one: one.stat().st_mtime, reverse=True)[:SHOWN]
-        return {**hub.hub.facts(), "runs": [one.name for one in found]}
+        jobs = Jobs(hub.credentials)
+        shown = [jobs.facts(job) for job in jobs.all()[-SHOWN:]]
+        return {**hub.hub.facts(), "runs": [one.name for one in found], "jobs": shown}
 
     if ports.metrics_port:
         hub.add(ServerMonitor(facts, statuses), HOST, ports.metrics_port, tls=False)

@@ -24,6 +24,9 @@ from polyfed.experiment.running.lock import alone_in, is_locked
 STATUS_FOLDER = "POLYFED_STATUS_FOLDER"
 """Environment variable with the folder in which each run has a folder for its status; `polyfed submit` sets it."""
 
+RUNS = "runs"
+"""The folder in the credentials of a server with the statuses of its runs."""
+
 STATUS = "status.json"
 
 KEPT_RUNS = 100

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from polyfed.core.errors import RecipeError
+from polyfed.core.errors import RecipeError, require
 from polyfed.core.option_checks import AT_LEAST_ONE, EVERY, FRACTION, NOT_NEGATIVE, POSITIVE, between, check_ranges
 
 APART = ("flower", "devices")
@@ -88,11 +88,16 @@ class EngineSpec:
             raise RecipeError(f"[engine] cluster = 'ray' with {'; and with '.join(found)}", ("engine", "cluster"))
 
 
+LONGEST_PURPOSE = 200
+"""Largest number of characters of `[deployment] purpose`, which a device keeps for each run."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeploymentSpec:
     """The [deployment] section: how the server of a deployment, or of the engine `flower`, deals with the devices.
 
     Attributes:
+        purpose: what the run is for, as devices name it in [purposes] of their policies, which can refuse others.
         nodes: the number of clients to wait for before the first round of a deployment; 0 means
             [clients] num.
         min_nodes: if fewer clients have connected after `enrol_seconds`, the run ends before its first round with exit
@@ -124,6 +129,7 @@ class DeploymentSpec:
         client_cpus: number of CPUs for each client in a simulation, which limits how many run at the same time.
     """
 
+    purpose: str = ""
     nodes: Annotated[int, NOT_NEGATIVE] = 0
     min_nodes: Annotated[int, NOT_NEGATIVE] = 0
     enrol_seconds: Annotated[float, POSITIVE] = 120.0
@@ -141,6 +147,8 @@ class DeploymentSpec:
     def __post_init__(self) -> None:
         """Check types and ranges of the options."""
         check_ranges("[deployment]", self)
+        fits = self.purpose.isprintable() and len(self.purpose) <= LONGEST_PURPOSE
+        require(fits, "deployment.purpose", self.purpose, f"at most {LONGEST_PURPOSE} printable characters")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,7 @@ class LimitGuard:
         objective: says which groups of test rows have sums of their own.
         evaluates: counts a request that reads the test rows in the budget of the device, and returns a refusal if the
             budget is spent. None without a budget.
+        trains: returns a refusal of every request that reads the training rows. None if such requests are allowed.
         exact: whether statistics of test rows may leave as they are (`[require] score_noise` forbids it).
         refusal: the refusal, or None while the task has broken no limit.
     """
@@ -50,6 +51,7 @@ class LimitGuard:
     task: str
     objective: Objective = CLASSES
     evaluates: Callable[[str], EgressError | None] | None = None
+    trains: Callable[[str], EgressError | None] | None = None
     exact: bool = True
     refusal: EgressError | None = None
     _steps: dict[int, int] = field(default_factory=dict)
@@ -60,7 +62,7 @@ class LimitGuard:
         """Wrap the client dataset so that it checks the limits. Without limits, return the dataset unchanged."""
         return (
             view
-            if self.limits == NO_LIMITS and self.evaluates is None and self.exact
+            if self.limits == NO_LIMITS and self.evaluates is None and self.trains is None and self.exact
             else LimitedClientData(view, int(view.num_rows), model, self)
         )
 
@@ -93,6 +95,12 @@ class LimitGuard:
         self._note("min_batch_size", rows)
         self._refuse(self.limits.decay_breach("lr * weight_decay", decay))
         self._stop()
+
+    def check_training_rows(self) -> None:
+        """Stop the task if it may not read the training rows, whatever it does with them."""
+        if self.trains is not None:
+            self.refusal = self.refusal or self.trains(self.task)
+            self._stop()
 
     def check_test_rows(self, view: ClientData) -> None:
         """Stop the task if the budget of evaluations is spent, or if a group of these test rows is too small.
@@ -233,8 +241,13 @@ class LimitedClientData(ClientData):
         self.min_group, self.min_test_rows = shown.value("min_group") or 0, shown.value("min_test_rows") or 0
         self.num_rows, self.key, self.round, self.rounds = view.num_rows, view.key, view.round, view.rounds
 
+    def _read(self) -> None:
+        if not self._tests:
+            self._guard.check_training_rows()
+
     @override
     def minimise(self, loss: Loss, params: Tree, **options: Any) -> TrainingResult:
+        self._read()
         job = Job(loss=loss, params=params, **options)
         if job.on is not None:
             rows, steps = _different(job.on), 1
@@ -252,18 +265,21 @@ class LimitedClientData(ClientData):
 
     @override
     def batch(self, train: Train, number: int | Tensor, *, model: Model | None = None, stream: int = 0) -> Batch:
+        self._read()
         found = self._view.batch(train, number, model=model, stream=stream)
         self._guard.check_batch(_different(found))
         return found
 
     @override
     def fold(self, step: Step, carry: Any, *, batch_size: int = FOLD_BATCH) -> Any:
+        self._read()
         if not self._whole and not self._tests and self._num_rows:
             self._guard.check_batch(self._num_rows)
         return self._view.fold(step, carry, batch_size=batch_size)
 
     @override
     def at(self, rows: Tensor) -> ClientData:
+        self._read()
         different = torch.unique(rows)
         if self._tests and len(different):
             self._guard.check_test_rows(self._view.at(different))
@@ -273,11 +289,13 @@ class LimitedClientData(ClientData):
     @property
     @override
     def groups(self) -> Mapping[str, Tensor]:
+        self._read()
         return self._view.groups
 
     @property
     @override
     def ids(self) -> Tensor:
+        self._read()
         return self._view.ids
 
     @property
