@@ -1,4 +1,4 @@
-"""The verbs of a deployment: write and submit apps, start a server, devices or an edge, look after jobs, ask a status."""
+"""The verbs of a deployment: write and submit apps, start servers, devices and edges, look after jobs, ask a status."""
 
 import os
 import signal
