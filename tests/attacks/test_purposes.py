@@ -14,6 +14,7 @@ from typing_extensions import override
 
 pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
+import polyfed
 from attacks.test_requirements import Hostile, left, text
 from engines.devices import Devices
 from polyfed.algorithms.averaging import Averaging
@@ -24,8 +25,12 @@ from polyfed.core.messages import Message
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree, digest
 from polyfed.deploy import handlers
+from polyfed.deploy.app_folder import write_job
+from polyfed.deploy.server.server import serve
 from polyfed.engines.protocol import ENROLLED, REFUSED, REPLY, Facts, RequestId, versions
+from polyfed.experiment.evaluate import job_of
 from polyfed.experiment.recipes.settings import DeploymentSpec
+from polyfed.experiment.running.loop import execute
 from polyfed.federation.context import ClientContext
 from polyfed.federation.wire_format import Packet, encode
 from polyfed.privacy.egress.limit_guard import LimitGuard
@@ -145,6 +150,23 @@ def test_a_training_that_is_sent_as_an_evaluation_is_refused(tmp_path: Path) -> 
     assert verdict == REFUSED
     assert "the task reads the training rows" in why
     assert len(left(server.devices)) == before
+
+
+def test_a_device_that_only_evaluates_serves_evaluation_jobs(tmp_path: Path) -> None:
+    trained, made = tmp_path / "trained", tmp_path / "recipe.toml"
+    made.write_text(recipe(more="classes = 4\n").replace("rounds = 2", "rounds = 1"))
+    polyfed.run(made, trained, engine="sequential")
+    server = Server(tmp_path, "[purposes.sepsis]\ntraining = false", made.read_text())
+    for place in server.devices.places:
+        path = place / "policy.toml"
+        path.write_text(path.read_text().partition("\n[purposes")[0] + "\n[purposes.sepsis]\ntraining = false")
+    with refuses(EgressError, "recipe trains"):
+        server.devices.serve(tmp_path / "run")
+    app = write_job(job_of(trained, None), tmp_path / "job")
+    server.devices.handler = handlers.Deployed(app / "recipe.toml")
+    serve(app / "recipe.toml", server.devices.transport(), {"out": str(tmp_path / "evaluated")}, execute)
+    told = json.loads((tmp_path / "evaluated" / "result.json").read_text())
+    assert set(told["evaluation"]["sites"]) == {"0", "1", "2"}
 
 
 READS: dict[str, Callable[[ClientData, Any], object]] = {

@@ -52,7 +52,7 @@ def forged(folder: Path, change: Callable[[list[dict[str, Any]]], list[dict[str,
         (folder / name).unlink()
     log = audit_log.AuditLog(folder)
     if key_kept:
-        log._write_head(audit_log.Head(), audit_log._private_key(folder / PRIVATE_KEY))
+        log._write_head(audit_log.Head(), audit_log.private_key(folder / PRIVATE_KEY))
     plain = [{key: value for key, value in row.items() if key not in ("time", "previous")} for row in rows]
     log._add(plain, {"run": plain[0]["run"]})
     assert verify(folder).rows == len(rows)

@@ -1,6 +1,7 @@
 """Every kind of run over polyfed's own transport gives what it gives in one process: model, ledgers, scores."""
 
 import json
+import shutil
 import sqlite3
 import time
 from collections.abc import Callable
@@ -16,10 +17,12 @@ import polyfed
 from engines.own_devices import own_devices
 from engines.test_own_processes import PATIENCE, OwnFederation
 from polyfed.core.errors import TransportError
+from polyfed.core.system.files import PUBLIC_KEY
 from polyfed.deploy.app_folder import write_job
 from polyfed.deploy.device.store import STORE
 from polyfed.engines.protocol import RUN_NAME
 from polyfed.engines.queued import QueueTransport
+from polyfed.experiment.certificate import certify, verify_certificate
 from polyfed.experiment.evaluate import job_of
 from refusals import refuses
 
@@ -117,12 +120,27 @@ def equal(recipe: Path, out: Path, spare: Path) -> None:
     assert ledger(out) == ledger(spare)
 
 
+def certified(credentials: Path, out: Path, states: list[Path]) -> None:
+    """Every device has signed the ledger that the server certifies, and its login key that of its log."""
+    keys = out.parent / "keys"
+    keys.mkdir()
+    for path in (*credentials.glob("*.pub"), out / PUBLIC_KEY):
+        shutil.copy(path, keys)
+    path, content = certify(out, keys=keys)
+    found = verify_certificate(path, keys, out, states)
+    assert found.faults == []
+    assert [one["name"] for one in content["clients"]] == [f"node-{number}" for number in range(len(states))]
+    assert all(one["receipt"]["tie"] for one in content["clients"])
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_gives_what_it_gives_in_one_process(mode: str, tmp_path: Path) -> None:
     text = MODES[mode]
     with own_devices(tmp_path, text, more=more_of(text)) as federation:
         federation.run()
         assert not list((federation.credentials / "queue").glob("*.reply")), "nothing is left in the queue"
+        states = [federation.state(client) for client in range(len(federation.places))]
+        certified(federation.credentials, federation.app / "run", states)
     equal(federation.recipe, federation.app / "run", tmp_path / "one")
 
 
@@ -155,6 +173,8 @@ def test_noise_of_the_devices_is_booked_once_although_the_run_was_interrupted(tm
                 assert rows.execute("SELECT unit, times FROM spent").fetchall() == [("client", 2)]
             names = [path.name for path in federation.state(client).iterdir() if RUN_NAME.fullmatch(path.name)]
             assert len(names) == 1, "a server that names a run gets no other file or folder of the device"
+        states = [federation.state(client) for client in range(3)]
+        certified(federation.credentials, federation.app / "run", states)
 
 
 def test_a_warm_start_goes_on_after_an_interruption_and_its_model_is_evaluated_on_devices(

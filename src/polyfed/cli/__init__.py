@@ -6,7 +6,8 @@ The command and its verbs (subcommands), such as `run` in `polyfed run`:
 - `commands`: the verbs `run`, `demo`, `check`, `report`. `comparison`: the verb `compare`.
 - `sweep`: the verbs `sweep` and `recommend`.
 - `descriptions`: the verbs `algorithms`, `data`, `recipes`, `docs` and `init`.
-- `federation`: the verbs `app`, `submit`, `server`, `jobs`, `device`, `status`. `audit_log`: the verb `audit-log`.
+- `federation`: the verbs `app`, `submit`, `server`, `jobs`, `device`, `status`. `audit_log`: the verbs `audit-log` and
+  `certify`.
 - `leakage`: the verb `audit`, which attacks the messages of a run.
 - `machine`: the verbs `doctor` and `completion`. `cluster`: job scripts for Slurm and Kubernetes.
 

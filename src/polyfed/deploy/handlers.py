@@ -1,5 +1,6 @@
 """Handlers: they answer packets for all clients of a simulation, or for the client of one device."""
 
+import hashlib
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,19 @@ from polyfed.deploy.device.runtime import ClientRuntime
 from polyfed.deploy.faults import Fault, blamed, log, log_event, log_fault, log_problem
 from polyfed.deploy.server.claimed_shapes import without_absent
 from polyfed.engines import Sequential
-from polyfed.engines.protocol import ENROL, ENROLLED, FAILED, REFUSED, Facts, RequestId, check_versions, reason
+from polyfed.engines.protocol import (
+    ENROL,
+    ENROLLED,
+    FAILED,
+    REFUSED,
+    SIGN,
+    SIGNED,
+    Facts,
+    RequestId,
+    check_versions,
+    reason,
+    to_sign,
+)
 from polyfed.experiment.checks.limit_checks import unfit_options
 from polyfed.experiment.checks.protection import mechanism_of
 from polyfed.experiment.checks.rank_checks import client_ranks
@@ -48,6 +61,7 @@ from polyfed.privacy.egress.ledger import NO_RUN, Ledger
 from polyfed.privacy.egress.limits import NO_LIMITS, Limits
 from polyfed.privacy.egress.policy import Policy
 from polyfed.privacy.egress.purposes import Terms
+from polyfed.privacy.egress.receipts import receipt
 from polyfed.privacy.egress.requirements import NO_REQUIREMENTS, Requirements
 
 MEGABYTE = 2**20
@@ -132,6 +146,8 @@ class Deployed:
             node: NodeConfig = build(WHERE, NodeConfig, config)
         with blamed("its policy file is not valid"):
             allowance = node.rules.allowance
+        if packet.header.get("want") == SIGN:
+            return _countersigned(packet, node)
         with only(allowance):
             return self._work(packet, node)
 
@@ -190,6 +206,18 @@ class Deployed:
             _refuse_unmet(unmet_by_model(required, recipe, runtime.engine.model, runtime.engine.initial), node.client)
         with blamed("a task failed"):
             return runtime.answer(packet, node.client)
+
+
+def _countersigned(packet: Packet, node: NodeConfig) -> Packet:
+    """Sign the device's ledger of a run; see `polyfed.privacy.egress.receipts`."""
+    check_versions(packet.header, "this device")
+    run, client, unanswered = to_sign(packet.header)
+    if client != node.client:
+        raise BadReply(f"is for client {client}, this is client {node.client}")
+    policy = hashlib.sha256(node.rules.text).hexdigest() if node.rules.path else ""
+    with blamed("its audit log cannot be signed"):
+        told = receipt(AuditLog(node.folder), run, client, unanswered, policy)
+    return Packet({"verdict": SIGNED, **told})
 
 
 def _book_enrolment(answer: Packet, node: NodeConfig, population: Population) -> None:

@@ -28,10 +28,11 @@ from polyfed.data.column_fitting import Told
 from polyfed.data.column_rules import MOST_WORDS
 from polyfed.federation.wire_format import NAME, WIRE_FORMAT, Header, Packet
 
-ENROL, ASK, PART = "enrol", "ask", "part"
-"""The types of packets that a server sends: a request to enrol, to run a task, or to run a part at an edge."""
+ENROL, ASK, PART, SIGN = "enrol", "ask", "part", "sign"
+"""The types of packets that a server sends: a request to enrol, to run a task, to run a part at an edge, or to sign the
+ledger of a run."""
 
-ENROLLED, REPLY, REFUSED, FAILED = "enrolled", "reply", "refused", "failed"
+ENROLLED, REPLY, REFUSED, FAILED, SIGNED = "enrolled", "reply", "refused", "failed", "signed"
 """The verdicts in a client's answer: `refused` if its policy forbids the reply, `failed` for every other error."""
 
 MAX_REASON = 2000
@@ -363,6 +364,35 @@ def request_packet(request_id: RequestId, request: Request, facts: Facts, conten
         about["held_out"] = request.held_out
     header = request_id.header(want=ASK, facts=asdict(facts), **versions(), **about, **more)
     return Packet(header | content.header, content.body)
+
+
+MOST_UNANSWERED = 10_000
+"""Most requests that a server may name as unanswered when it asks a device to sign its ledger (inferred)."""
+
+
+def sign_packet(run: str, client: int, unanswered: Sequence[tuple[int, int]]) -> Packet:
+    """Return the packet that asks a device to sign its ledger of a run; see `polyfed.privacy.egress.receipts`.
+
+    Args:
+        unanswered: round and number of the requests that the device leaves out.
+    """
+    places = [list(place) for place in unanswered[:MOST_UNANSWERED]]
+    return Packet({"want": SIGN, "run": run, "client": client, "unanswered": places, **versions()})
+
+
+def to_sign(header: Mapping[str, Any]) -> tuple[str, int, list[tuple[int, int]]]:
+    """Return run, client and unanswered requests of a packet of `sign_packet`.
+
+    Raises:
+        BadReply: a part is missing or malformed.
+    """
+    match header:
+        case {"run": str(run), "client": int(client), "unanswered": list(places)} if (
+            RUN_NAME.fullmatch(run) and type(client) is int and len(places) <= MOST_UNANSWERED
+        ):
+            if all(isinstance(one, list) and list(map(type, one)) == [int, int] for one in places):
+                return run, client, [(round, ask) for round, ask in places]
+    raise BadReply("does not say which ledger to sign")
 
 
 def reason(verdict: str, request_id: RequestId | None, text: str) -> Packet:

@@ -17,4 +17,6 @@
 - `contents`: the SHA-256 of each part of a message, for the audit log.
 - `audit_log`: the signed log of a device or server, in which each line holds the hash of the line before.
 - `audit_log_verification`: the verification of an audit log.
+- `merkle`: Merkle trees, whose roots commit to logs and ledgers. `audit_log_proof`: a part of a log that proves itself.
+- `receipts`: what a device signs about its ledger of a run. `log_keys`: signatures, and whose log a key signs.
 """

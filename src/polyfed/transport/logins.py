@@ -76,7 +76,8 @@ class PrivateKey:
         if not isinstance(key, ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey):
             raise RecipeError(f"{path} is a key of type {type(key).__name__}; use ECDSA or Ed25519. {HOW}")
         self._key = key
-        self.fingerprint = fingerprint(key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH))
+        public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+        self.public, self.fingerprint = public.decode(), fingerprint(public)
 
     def sign(self, text: bytes) -> str:
         """Return a signature as text."""
@@ -118,7 +119,7 @@ class Keys:
                 name = fingerprint(line)
                 found[path], self.known[name] = (stamp, name), key
                 logger.info("the key %s of %s is registered", name, path)
-            except (OSError, ValueError, UnsupportedAlgorithm) as error:
+            except (OSError, ValueError, UnsupportedAlgorithm, NotImplementedError) as error:  # a compressed point
                 logger.warning("%s is no public key in OpenSSH's format (%s). %s", path, error, HOW)
         self._read = found
         for name in self.known.keys() - {name for _, name in found.values()}:

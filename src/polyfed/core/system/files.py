@@ -40,6 +40,17 @@ AUDIT, PUBLIC_KEY = "audit.jsonl", "audit-key.pub"
 """The audit log in the folder of a device or of a run, and the public key that checks it."""
 
 
+MEMBERS, RECEIPTS = ".clients.json", "receipts.json"
+"""Files in the folder of a deployed run: the device of each client number, which you may write before the first run,
+and the receipts of the devices."""
+
+CERTIFICATE = "certificate.json"
+"""The file that `polyfed certify` writes into the folder of a run."""
+
+TIE = "audit-key.tie"
+"""The file of a device in which its key signs the key of its audit log."""
+
+
 def read_notes(path: Path, of: Callable[[Any], _V]) -> dict[str, _V]:
     """Read a small JSON file in which polyfed keeps values across restarts. If there is no file, return {}.
 

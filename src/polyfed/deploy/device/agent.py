@@ -27,6 +27,7 @@ from polyfed.core.errors import BadReply, PolyfedError, RecipeError
 from polyfed.core.system.files import without_links
 from polyfed.core.system.log_lines import logger_of
 from polyfed.deploy.device.monitor import DeviceMonitor
+from polyfed.privacy.egress.log_keys import tie
 from polyfed.transport.connection import TAKEN, TOO_LARGE, Connection
 from polyfed.transport.logins import PrivateKey
 from polyfed.transport.queue import REQUEST
@@ -252,6 +253,7 @@ class Device:
 
     def _answer(self, offer: Offer) -> None:
         self.tasks.prepare()
+        tie(self.state, self.connection.key)
         place = private_folder(private_folder(self.state / MESSAGES) / offer.id)
         for old in place.parent.iterdir():  # a folder that is left is of a process that was killed
             if old != place:

@@ -164,11 +164,11 @@ class ClientRuntime:
         """
         with store.transaction() as memory:
             check_fresh(memory, request_id)  # first, because a stale request gets no reply and must cost nothing
-            if self.purpose is not None:
-                admit_purpose(memory, self.purpose)
             local = self._fitting(state_before(memory, request_id), request, request_id.client)
         use = digest_of_use(request, local or {}, packet, self.conditions)
         with store.transaction() as memory:
+            if self.purpose is not None:
+                admit_purpose(memory, self.purpose)
             admit(memory, self.engine.limits, request)
             known = kept_reply(memory, request_id, use) if self._adds_noise(request) else None
             if known is None:

@@ -45,7 +45,8 @@ def server(credentials: Path, ports: ServerPorts, jobs: int = 1) -> None:
 
 def _add_monitors(hub: HubServer, ports: ServerPorts, statuses: Path) -> None:
     """Serve health, metrics and status on the ports that `ports` asks for."""
-    from polyfed.deploy.server.monitor import TOKEN, ServerMonitor, token_at  # only here, as it imports PyTorch
+    from polyfed.deploy.server.monitor import TOKEN, ServerMonitor, status_of, token_at  # only here: it imports PyTorch
+    from polyfed.deploy.server.web_page import WebPage
 
     require_prometheus()
 
@@ -55,10 +56,11 @@ def _add_monitors(hub: HubServer, ports: ServerPorts, statuses: Path) -> None:
         shown = [jobs.facts(job) for job in jobs.all()[-SHOWN:]]
         return {**hub.hub.facts(), "runs": [one.name for one in found], "jobs": shown}
 
+    token = token_at(hub.credentials / TOKEN)
     if ports.metrics_port:
-        hub.add(ServerMonitor(facts, statuses), HOST, ports.metrics_port, tls=False)
+        page = WebPage(Jobs(hub.credentials), lambda: status_of(facts(), statuses), token)
+        hub.add(ServerMonitor(facts, statuses, web=page.answer), HOST, ports.metrics_port, tls=False)
     if ports.status_port:
-        token = token_at(hub.credentials / TOKEN)
         hub.add(ServerMonitor(facts, statuses, token), ports.host, ports.status_port, tls=True)
 
 

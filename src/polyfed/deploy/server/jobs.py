@@ -296,6 +296,7 @@ def rounds_done(out: Path) -> dict[str, Any]:
             row = parse_json(line)
             up, down, round = int(row["bytes_up"]), int(row["bytes_down"]), int(row["round"])
             missing, epsilon = len(row.get("missing") or {}), (row.get("privacy") or {}).get("epsilon")
+            epsilon = None if epsilon is None else float(epsilon)
             told["bytes_up"] += up
             told["bytes_down"] += down
             told["missing"] += missing

@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from polyfed.core.errors import BadReply, CheckpointError, RecipeError
-from polyfed.core.system.files import replace_text
+from polyfed.core.system.files import MEMBERS, replace_text
 from polyfed.core.system.json_and_toml import parse_json
 from polyfed.data.population.modality_assignment import devices_per_silo
 from polyfed.engines.protocol import Enrolment, SiloEnrolment
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.federation.wire_format import Packet
-
-MEMBERS = ".clients.json"
-"""The file in a run folder with the device of each client number. You may write this file before the first run."""
 
 
 def clients_of(folder: Path) -> dict[str, str]:

@@ -44,7 +44,18 @@ RUN_COUNTS = {
 
 RUN_STATES = (*UNFINISHED, "finished", "failed")
 
+SECURITY = {
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; "
+    "form-action 'none'; base-uri 'none'",
+    "referrer-policy": "no-referrer",  # the address holds the token
+    "cache-control": "no-store",
+    "x-content-type-options": "nosniff",
+}
+"""The headers of a page for browsers."""
+
 Facts = Mapping[str, Any]
+
+Web = Callable[[bytes], tuple[int, str, bytes]]
 
 
 def token_at(path: Path) -> str:
@@ -130,33 +141,40 @@ class ServerMonitor:
         token: if not empty, every request must carry this token in its header `Authorization: Bearer TOKEN`. The answer
             to other requests reveals nothing, not even which pages exist. If the token is empty, there is no page
             `/status`.
+        web: answers a request for the page `/` with this query, if there is such a page; see `WebPage`.
     """
 
-    def __init__(self, link: Callable[[], Facts], statuses: Path, token: str = "") -> None:
-        self.link, self.statuses = link, statuses
+    def __init__(self, link: Callable[[], Facts], statuses: Path, token: str = "", web: Web | None = None) -> None:
+        self.link, self.statuses, self.web = link, statuses, web
         self._digest = _digest(token.encode()) if token else b""
 
     async def __call__(self, scope: Facts, receive: Any, send: Any) -> None:
         """Answer one request."""
         if scope["type"] != "http":
             return
-        status, kind, body = await asyncio.to_thread(self.page, scope["method"], scope["path"], scope["headers"])
+        words = scope["method"], scope["path"], scope["headers"], scope.get("query_string", b"")
+        status, kind, body = await asyncio.to_thread(self.page, *words)
         headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
+        if kind.startswith("text/html"):
+            headers += [(name.encode(), value.encode()) for name, value in SECURITY.items()]
         if status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    def page(self, method: str, path: str, headers: Any) -> tuple[int, str, bytes]:
+    def page(self, method: str, path: str, headers: Any, query: bytes = b"") -> tuple[int, str, bytes]:
         """Return HTTP status, content type and body of a page."""
         if self._digest and not self._knows(headers):
             return 401, "text/plain", b"polyfed: a token is needed\n"
         pages = {"/health": self._health, "/metrics": self._metrics} | (
             {"/status": self._status} if self._digest else {}
         )
-        if path not in pages or method != "GET":
-            return 404, "text/plain", f"polyfed: here are {', '.join(pages)}\n".encode()
+        shown = [*pages, "/"] if self.web else [*pages]
+        if path not in shown or method != "GET":
+            return 404, "text/plain", f"polyfed: here are {', '.join(shown)}\n".encode()
         try:
+            if path == "/" and self.web is not None:
+                return self.web(query)
             return 200, *pages[path]()
         except Exception as error:  # any error of the server's queue
             return 503, "application/json", json.dumps({"status": "failing", "error": type(error).__name__}).encode()

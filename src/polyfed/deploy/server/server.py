@@ -19,6 +19,7 @@ from polyfed.data import Population
 from polyfed.deploy.app_folder import data_of, placed
 from polyfed.deploy.handlers import MEGABYTE, Simulated
 from polyfed.deploy.server.claimed_shapes import without_absent
+from polyfed.deploy.server.countersignatures import collect_receipts
 from polyfed.deploy.server.enrolment import enrolled, enrolment_in
 from polyfed.deploy.server.membership import Membership
 from polyfed.deploy.server.run_log import LOGGER, RunStatus, listeners_of
@@ -158,6 +159,10 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, str], execute:
                     app=recipe_path.parent,
                     deployed=True,
                 )
+            if recipe.deployment.relay == "edge":
+                LOGGER.info("edges sign no receipts: `polyfed audit-log reconcile` compares this log with theirs")
+            else:
+                collect_receipts(out, str(records.facts()["run"]), transport)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Assemble the parts of a run from a recipe: clients with their data, model, policy, engine, federation."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -376,6 +376,16 @@ def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
         "not_in_ledger": [*not_in_ledger(assembly)],
         "captions": dict(assembly.algorithm.captions),
     }
+
+
+def announced_by(assembly: Assembly) -> list[dict[str, Any]]:
+    """Return, for each set of modalities that some client holds, everything that its replies can hold."""
+    clients = assembly.fed.clients
+    held = sorted({clients.owned(client) for client in range(len(clients))})
+    return [
+        {"modalities": list(own), "parts": [asdict(row) for row in assembly.engine.announcement(own).rows.values()]}
+        for own in held
+    ]
 
 
 def not_in_ledger(assembly: Assembly) -> Iterator[str]:

@@ -41,7 +41,7 @@ from polyfed.experiment.results.round_facts import (
 from polyfed.experiment.results.run_result import Run, models_of, with_names
 from polyfed.experiment.results.updates import ClientUpdates, block_norms
 from polyfed.experiment.running import checkpoint
-from polyfed.experiment.running.assembly import Assembly, assemble, facts_of
+from polyfed.experiment.running.assembly import Assembly, announced_by, assemble, facts_of
 from polyfed.experiment.running.checkpoint import RESTORE
 from polyfed.experiment.running.events import Emitter
 from polyfed.experiment.running.run_state import (
@@ -444,4 +444,5 @@ class _Loop:
         """The content of `run.json`."""
         audited = self.records is not None and self.records.audit is not None
         facts = {"run": self.ledger.run, "started": datetime.now(UTC).isoformat(timespec="seconds"), "audited": audited}
-        return facts | facts_of(self.assembly) | {"versions": versions()}
+        announced = {"announced": announced_by(self.assembly)}
+        return facts | facts_of(self.assembly) | announced | {"versions": versions()}

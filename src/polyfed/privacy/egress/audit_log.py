@@ -9,7 +9,8 @@ own. A line looks like this:
 
 Lines are written in groups. A device writes a group for each request, and a server writes a group for each round. The
 last line of each group is its seal, which is signed with the key of the log (Ed25519). `audit-head.json` is signed too.
-It holds the length of the log, so that verification notices lines that are missing at the end.
+It holds the length of the log, so that verification notices lines that are missing at the end, and the Merkle tree of
+all lines, so that some of them can be proved without the others (`audit_log_proof`).
 
 For each request, a device first writes the group of lines to its disk, and then sends its reply. The reply carries the
 hash of the seal, and the server writes this hash into its own rows. So nobody can rewrite one log unnoticed while the
@@ -34,6 +35,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from polyfed.core.errors import CheckpointError
 from polyfed.core.system.files import AUDIT, PUBLIC_KEY, append_whole, replace_text, sync
 from polyfed.core.system.json_and_toml import parse_json
+from polyfed.privacy.egress import merkle
 from polyfed.privacy.egress.ledger import Entry, lines
 
 HEAD, PRIVATE_KEY, LOCK = "audit-head.json", "audit-key.pem", "audit.lock"
@@ -54,15 +56,32 @@ class Head:
         lines: number of lines, including seals.
         size: size of the file in bytes.
         hash: SHA-256 of the last line.
+        tree: the roots of the complete subtrees of the Merkle tree of all lines; see `merkle.grown`.
     """
 
     lines: int = 0
     size: int = 0
     hash: str = START
+    tree: tuple[str, ...] = ()
+
+    @property
+    def root(self) -> str:
+        """The Merkle root of all lines."""
+        return merkle.joined([bytes.fromhex(one) for one in self.tree]).hex()
 
     def signed_bytes(self) -> bytes:
         """Return the bytes that the signature of the head covers."""
-        return f"polyfed audit head {self.lines} {self.size} {self.hash}".encode()
+        return head_text(self.lines, self.size, self.hash, self.root)
+
+
+def head_text(lines: int, size: int, last: str, root: str) -> bytes:
+    """Return the bytes that the signature of a head covers.
+
+    Args:
+        last: SHA-256 of the last line.
+        root: Merkle root of all lines.
+    """
+    return f"polyfed audit head {lines} {size} {last} {root}".encode()
 
 
 class AuditLog:
@@ -82,7 +101,7 @@ class AuditLog:
             CheckpointError: a log exists, but its key is missing.
             OSError: the key cannot be written.
         """
-        with self._alone():
+        with self._locked():
             return self._prepare()
 
     def append(self, entries: Sequence[Entry], run: str) -> str:
@@ -118,10 +137,19 @@ class AuditLog:
         if (self.folder / AUDIT).exists():
             self._add([], {"resumed_after": round})
 
-    def _add(self, rows: list[dict[str, Any]], place: dict[str, Any]) -> str:
-        with self._alone():
+    @contextmanager
+    def alone(self) -> Iterator[Ed25519PrivateKey]:
+        """Lock the log against other processes, and yield its key, which is made if there is none.
+
+        Raises:
+            CheckpointError, OSError: see `prepare`.
+        """
+        with self._locked():
             self._prepare()
-            key = _private_key(self.folder / PRIVATE_KEY)
+            yield private_key(self.folder / PRIVATE_KEY)
+
+    def _add(self, rows: list[dict[str, Any]], place: dict[str, Any]) -> str:
+        with self.alone() as key:
             head = self._checked_head(key.public_key())
             text, after = _chained(rows, place, head, key)
             path = self.folder / AUDIT
@@ -143,18 +171,8 @@ class AuditLog:
                 f"{path} is missing, and {AUDIT} beside it is signed with it. Restore it from a copy, or move "
                 f"{AUDIT} and {HEAD} away to begin a new log"
             )
-        key = Ed25519PrivateKey.generate()
-        pem, none = serialization.Encoding.PEM, serialization.NoEncryption()
-        private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, none)
-        public = key.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo)
-        replace_text(self.folder / PUBLIC_KEY, public.decode())
-        draft = path.with_suffix(".draft")
-        draft.unlink(missing_ok=True)
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(private)
-        sync(draft)
-        self._write_head(Head(), key)
-        os.replace(draft, path)
+        with making_key(self.folder) as key:
+            self._write_head(Head(), key)
         return True
 
     def _checked_head(self, key: Ed25519PublicKey) -> Head:
@@ -175,11 +193,11 @@ class AuditLog:
         return head
 
     def _write_head(self, head: Head, key: Ed25519PrivateKey) -> None:
-        row = {"lines": head.lines, "bytes": head.size, "hash": head.hash}
+        row = {"lines": head.lines, "bytes": head.size, "hash": head.hash, "tree": head.tree}
         replace_text(self.folder / HEAD, json.dumps(row | {"signature": key.sign(head.signed_bytes()).hex()}))
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[None]:
         """Lock the log against other processes. Only this process's user can read files made in the `with` block."""
         before = os.umask(0o077)
         try:
@@ -189,6 +207,23 @@ class AuditLog:
                 yield
         finally:
             os.umask(before)
+
+
+@contextmanager
+def making_key(folder: Path) -> Iterator[Ed25519PrivateKey]:
+    """Make a key. Its public part is in the folder before the `with` block, and its private part after it."""
+    key, path = Ed25519PrivateKey.generate(), folder / PRIVATE_KEY
+    pem, none = serialization.Encoding.PEM, serialization.NoEncryption()
+    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, none)
+    public = key.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo)
+    replace_text(folder / PUBLIC_KEY, public.decode())
+    draft = path.with_suffix(".draft")
+    draft.unlink(missing_ok=True)
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(private)
+    sync(draft)
+    yield key
+    os.replace(draft, path)
 
 
 def _chained(
@@ -210,8 +245,10 @@ def _chained(
             line = f'{line[:-1]}{SIGNATURE}{key.sign(line.encode()).hex()}"}}'
         previous = hashlib.sha256(line.encode()).hexdigest()
         written.append(line.encode() + b"\n")
-    text = b"".join(written)
-    return text, Head(head.lines + len(written), head.size + len(text), previous)
+    text, before = b"".join(written), [bytes.fromhex(one) for one in head.tree]
+    tree, _ = merkle.grown(before, head.lines, (line.removesuffix(b"\n") for line in written))
+    after = tuple(one.hex() for one in tree)
+    return text, Head(head.lines + len(written), head.size + len(text), previous, after)
 
 
 def head_of(folder: Path, key: Ed25519PublicKey | None = None) -> Head:
@@ -223,7 +260,7 @@ def head_of(folder: Path, key: Ed25519PublicKey | None = None) -> Head:
     path = folder / HEAD
     try:
         row = parse_json(path.read_text())
-        head = Head(int(row["lines"]), int(row["bytes"]), str(row["hash"]))
+        head = Head(int(row["lines"]), int(row["bytes"]), str(row["hash"]), tuple(map(str, row["tree"])))
         if key is not None:
             key.verify(bytes.fromhex(row["signature"]), head.signed_bytes())
     except InvalidSignature:
@@ -242,7 +279,13 @@ def _last_hash(path: Path, end: int) -> str:
     return hashlib.sha256(tail.removesuffix(b"\n").rpartition(b"\n")[2]).hexdigest()
 
 
-def _private_key(path: Path) -> Ed25519PrivateKey:
+def private_key(path: Path) -> Ed25519PrivateKey:
+    """Read the private key of a log.
+
+    Raises:
+        CheckpointError: the file is damaged, or holds another kind of key.
+        OSError: the file cannot be read.
+    """
     try:
         key = serialization.load_pem_private_key(path.read_bytes(), None)
     except (ValueError, TypeError) as error:

@@ -12,6 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from polyfed.core.errors import CheckpointError, DataError
 from polyfed.core.system.files import AUDIT, PUBLIC_KEY
 from polyfed.core.system.json_and_toml import parse_json
+from polyfed.privacy.egress import merkle
 from polyfed.privacy.egress.audit_log import HEAD, SIGNATURE, START, head_of
 
 
@@ -43,13 +44,13 @@ def verify(folder: Path, key: Path | None = None) -> Verified:
     Raises:
         DataError: a file is missing, or the log is damaged. The text names the first bad line.
     """
-    path, public = folder / AUDIT, _public_key(key or folder / PUBLIC_KEY)
+    path, public = folder / AUDIT, public_key(key or folder / PUBLIC_KEY)
     try:
         head, text = head_of(folder, public), path.read_bytes() if path.exists() else b""
     except (OSError, CheckpointError) as error:
         raise DataError(f"{error}") from None
     rows, seals, times, previous = 0, 0, list[str](), START
-    sealed, number = True, 0
+    sealed, number, tree = True, 0, tuple[bytes, ...]()
     for number, line in enumerate(text[: head.size].splitlines(), 1):
         row = _row(path, number, line)
         if row.get("previous") != previous:
@@ -58,12 +59,15 @@ def verify(folder: Path, key: Path | None = None) -> Verified:
                 "between them were added or removed"
             )
         previous, sealed = hashlib.sha256(line).hexdigest(), "seal" in row
+        tree, _ = merkle.grown(tree, number - 1, [line])
         if sealed and not _is_signed(line, public):
             raise DataError(f"{path} line {number}: its signature is not one of the key {key or folder / PUBLIC_KEY}")
         rows, seals = rows + (not sealed), seals + sealed
         times.append(str(row.get("time", "")))
     if (number, len(text[: head.size]), previous) != (head.lines, head.size, head.hash) or not sealed:
         raise DataError(f"{path} ends after line {number}, but {HEAD} is signed for {head.lines} lines")
+    if tuple(one.hex() for one in tree) != head.tree:
+        raise DataError(f"{path} holds other lines than {HEAD} is signed for: their Merkle root differs")
     if len(text) > head.size:
         raise DataError(
             f"{path} line {number + 1} was never signed. If writing was interrupted, nothing of it left, and the "
@@ -92,7 +96,12 @@ def _is_signed(line: bytes, key: Ed25519PublicKey) -> bool:
     return True
 
 
-def _public_key(path: Path) -> Ed25519PublicKey:
+def public_key(path: Path) -> Ed25519PublicKey:
+    """Read the public key of a log.
+
+    Raises:
+        DataError: the file cannot be read, or holds another kind of key.
+    """
     try:
         key = serialization.load_pem_public_key(path.read_bytes())
     except (OSError, ValueError) as error:

@@ -1,0 +1,340 @@
+"""Verifies a certificate with public keys, and, as far as they are given, with the run's files and devices' logs.
+
+Everything that is wrong is found at once and told in sentences. Without further files the signatures say who vouches
+for which Merkle root; with the files of the run, everything that the certificate says is computed again; with the audit
+logs of devices, the rows behind their receipts are too.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
+
+from polyfed.core.errors import DataError, PolyfedError, counted
+from polyfed.core.system.files import AUDIT
+from polyfed.core.system.json_and_toml import parse_json
+from polyfed.experiment.certificate.issue import (
+    DEPLOYMENT,
+    FORMAT,
+    VOUCHES,
+    PublicKeys,
+    digest_of,
+    evidence,
+    root_of_clients,
+)
+from polyfed.privacy.egress.audit_log_verification import verify
+from polyfed.privacy.egress.log_keys import canonical, is_signed, is_tied
+from polyfed.privacy.egress.receipts import RECEIPT, ClientLedger, ledgers, log_rows
+from polyfed.report.reading.run_folder import Folder
+from polyfed.transport.logins import fingerprint
+
+LARGEST = 2**28
+"""Largest size in bytes of a certificate that is read: about a million clients (inferred)."""
+
+MOST_TOLD = 20
+"""Largest number of faults that are told; the others are counted."""
+
+STRICT = ConfigDict(extra="forbid", strict=True)
+
+
+@with_config(STRICT)
+class _Ledger(TypedDict):
+    rows: int
+    root: str
+
+
+@with_config(STRICT)
+class _Signed(TypedDict):
+    run: str
+    client: int
+    rows: int
+    root: str
+    unanswered: list[list[int]]
+    policy: str
+    time: str
+
+
+@with_config(STRICT)
+class _Receipt(TypedDict, total=False):
+    receipt: _Signed
+    key: str
+    signature: str
+    tie: dict[str, str]
+
+
+@with_config(STRICT)
+class _Client(TypedDict):
+    client: int
+    name: str
+    device: str
+    rows: int
+    root: str
+    bytes_up: int
+    bytes_down: int
+    rounds: int
+    epsilon: float | None
+    answered: _Ledger
+    unanswered: list[list[int]]
+    receipt: _Receipt | None
+
+
+@with_config(STRICT)
+class _Certificate(TypedDict):
+    format: str
+    run: str
+    kind: str
+    vouches: str
+    started: str
+    finished: bool
+    rounds: int
+    method: str
+    model: str
+    versions: dict[str, Any]
+    files: dict[str, str]
+    policy: str
+    announcement: str
+    clients: list[_Client]
+    ledgers: str
+    privacy: dict[str, Any] | None
+    secure_aggregation: list[dict[str, Any]] | None
+    leakage: dict[str, Any] | None
+    issued: str
+    issuer: dict[str, Any]
+    key: str
+
+
+_SCHEMA: TypeAdapter[Any] = TypeAdapter(_Certificate)
+
+APART = ("issued", "issuer", "key", "clients", "files")
+"""What is not compared with the files of the run as one value: it does not follow from them, or is compared in
+parts."""
+
+
+@dataclass
+class Verification:
+    """What a verification has found.
+
+    Attributes:
+        content: the content of the certificate.
+        remarks: what holds, and what was not checked, in sentences.
+        faults: what is wrong, in sentences; none if the certificate holds.
+    """
+
+    content: Mapping[str, Any]
+    remarks: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+    def refuse(self, file: Path) -> None:
+        """Raise an error that tells the faults.
+
+        Raises:
+            DataError: there are faults.
+        """
+        if self.faults:
+            more = len(self.faults) - MOST_TOLD
+            told = [*self.faults[:MOST_TOLD], *([f"and {more} more"] if more > 0 else [])]
+            raise DataError("\n".join([f"{file} does not hold:", *(f"  {fault}" for fault in told)]))
+
+
+def verify_certificate(
+    file: Path, keys: Path | None = None, run: Path | None = None, logs: Sequence[Path] = ()
+) -> Verification:
+    """Verify a certificate.
+
+    Args:
+        file: the certificate.
+        keys: a folder with the public keys that the reader trusts. Without it, the certificate may be anybody's.
+        run: the folder of the run, with which the certificate is compared.
+        logs: state folders of devices, or copies of their audit logs, with which the receipts are compared.
+
+    Raises:
+        DataError: the file is no certificate that can be read, or its signature does not fit. Other faults are in the
+            result.
+    """
+    content = _opened(file)
+    found = Verification(content)
+    found.remarks.append(f"the key of the run signed the certificate ({content['key']})")
+    trusted = None if keys is None else PublicKeys(keys)
+    if trusted is None:
+        found.remarks.append("no keys were given (--keys), so compare this key with one that you got by other means")
+    elif content["key"] not in trusted.logs:
+        found.faults.append(f"it is signed with the key {content['key']}, which is not in {trusted.folder}")
+    numbers = [one["client"] for one in content["clients"]]
+    if numbers != sorted(set(numbers)):
+        found.faults.append("its clients are not listed once each, in the order of their numbers")
+    if root_of_clients(content["clients"]) != content["ledgers"]:
+        found.faults.append("the Merkle root of the ledgers is not that of its clients")
+    for one in content["clients"]:
+        _check_client(one, content, trusted, found)
+    if content["kind"] == DEPLOYMENT:
+        _count_receipts(content, found)
+    if trusted is not None and (others := trusted.devices.keys() - {one["device"] for one in content["clients"]}):
+        named = ", ".join(sorted(trusted.devices[key] for key in others)[:MOST_TOLD])
+        found.remarks.append(f"{trusted.folder} has keys of devices that the certificate does not name: {named}")
+    if run is not None:
+        _compare_run(content, run, found)
+    for place in logs:
+        _compare_log(content, place, found)
+    return found
+
+
+def _opened(file: Path) -> Mapping[str, Any]:
+    """Return the content of a certificate whose signature fits the key that it names.
+
+    Raises:
+        DataError: the file cannot be read, or the signature does not fit.
+    """
+    try:
+        if file.stat().st_size > LARGEST:
+            raise ValueError(f"it has more than {LARGEST:,} bytes")
+        text = file.read_bytes()
+        told = parse_json(text)
+        content, signature = told["certificate"], told["signature"]
+        version = content["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{file} is no certificate that can be read: {error!s:.200}") from None
+    if version != FORMAT:
+        raise DataError(
+            f"{file} is a '{version!s:.60}', and this polyfed reads '{FORMAT}': use the polyfed that wrote it"
+        )
+    if canonical(told) + b"\n" != text:
+        raise DataError(f"{file} was changed: it is not in the form in which polyfed writes certificates")
+    key = content.get("key")
+    if not (isinstance(key, str) and isinstance(signature, str)) or not is_signed(
+        key, f"{FORMAT}\n".encode(), content, signature
+    ):
+        raise DataError(f"{file} was changed, or signed with another key: the signature does not fit its content")
+    try:
+        _SCHEMA.validate_python(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise DataError(f"{file} is signed and no certificate: {place}: {first['msg']}") from None
+    if set(told) != {"certificate", "signature"} or content["vouches"] != VOUCHES.get(content["kind"]):
+        raise DataError(f"{file} is signed and no certificate: it says more than one does")
+    return dict(content)
+
+
+def _check_client(
+    one: Mapping[str, Any], content: Mapping[str, Any], trusted: PublicKeys | None, found: Verification
+) -> None:
+    """Check what a certificate says about one client."""
+    client, told = f"client {one['client']}", one["receipt"]
+    known = trusted.devices.get(one["device"], "") if trusted is not None else ""
+    if trusted is not None and known and one["name"] not in ("", known):
+        found.faults.append(f"{client} is called '{one['name']}', and its key is that of '{known}' in {trusted.folder}")
+    if told is None:
+        return
+    if set(told) - {"tie"} != {"receipt", "key", "signature"}:
+        found.faults.append(f"{client}: its receipt is not whole")
+        return
+    said = told["receipt"]
+    if not is_signed(told["key"], RECEIPT, said, told["signature"]):
+        found.faults.append(f"{client}: the signature of its receipt does not fit")
+    if (said["run"], said["client"]) != (content["run"], one["client"]):
+        found.faults.append(f"{client}: its receipt is that of client {said['client']} in the run {said['run']}")
+    elif (said["rows"], said["root"]) != (one["answered"]["rows"], one["answered"]["root"]):
+        found.faults.append(
+            f"{client}: its device signed another ledger ({said['rows']} rows) than the server certifies "
+            f"({one['answered']['rows']} rows). `polyfed audit-log reconcile` compares both logs"
+        )
+    if said["unanswered"] != one["unanswered"]:
+        found.faults.append(f"{client}: its device left out other requests than the certificate names as unanswered")
+    _check_keys(one, told, trusted, found)
+
+
+def _check_keys(
+    one: Mapping[str, Any], told: Mapping[str, Any], trusted: PublicKeys | None, found: Verification
+) -> None:
+    """Check whether the key of a receipt is that of the client's device."""
+    client, tie = f"client {one['client']}", told.get("tie")
+    if tie is not None:
+        if set(tie) != {"key", "signature"} or not is_tied(tie, told["key"]):
+            found.faults.append(f"{client}: the key of its log is not signed by the key of a device")
+            return
+        device = fingerprint(tie["key"].encode())
+        if device != one["device"]:
+            found.faults.append(f"{client} is the device {one['device']}, and {device} signed the key of its log")
+    if trusted is None or told["key"] in trusted.logs or (tie is not None and one["device"] in trusted.devices):
+        return
+    found.faults.append(f"{client}: neither the key of its device nor that of its log is in {trusted.folder}")
+
+
+def _count_receipts(content: Mapping[str, Any], found: Verification) -> None:
+    """Tell for which clients the server alone vouches."""
+    alone = [one for one in content["clients"] if one["receipt"] is None]
+    count = len(content["clients"]) - len(alone)
+    devices = counted(count, "device signed the root of its", "devices signed the roots of their")
+    found.remarks.append(f"{devices} own ledger{'s' if count != 1 else ''}")
+    if alone:
+        named = ", ".join(str(one["client"]) for one in alone[:MOST_TOLD])
+        found.remarks.append(f"without receipt, so that the server alone vouches: clients {named}")
+    if left := sum(len(one["unanswered"]) for one in content["clients"]):
+        found.remarks.append(
+            f"receipts leave out {counted(left, 'request', 'requests')} to which the server got no reply"
+        )
+
+
+def _compare_run(content: Mapping[str, Any], run: Path, found: Verification) -> None:
+    """Compare a certificate with the files of its run, from which everything in it is computed again."""
+    folder = Folder(run)
+    for name, digest in content["files"].items():
+        if not (folder.path / name).is_file():
+            found.faults.append(f"{folder.path / name} is missing")
+        elif digest_of(folder.path / name) != digest:
+            found.faults.append(f"{folder.path / name} is not the certified file")
+    try:
+        now = evidence(folder, {one["device"]: one["name"] for one in content["clients"] if one["device"]})
+    except PolyfedError as error:
+        found.faults.append(str(error))
+        return
+    for key in now.keys() - set(APART):
+        if now[key] != content[key]:
+            found.faults.append(f"'{key}' of the certificate does not follow from {folder.path}")
+    _compare_clients(content, now, str(folder.path), found)
+    if not found.faults:
+        found.remarks.append(f"all of it follows from the files in {folder.path}")
+
+
+def _compare_clients(content: Mapping[str, Any], now: Mapping[str, Any], where: str, found: Verification) -> None:
+    before = {one["client"]: one for one in content["clients"]}
+    own = {one["client"]: one for one in now["clients"]}
+    for client in sorted(before.keys() | own.keys()):
+        if client not in own or client not in before:
+            found.faults.append(f"client {client} is missing in {'the certificate' if client in own else where}")
+        elif changed := [
+            key for key, value in own[client].items() if key != "epsilon" and value != before[client][key]
+        ]:
+            found.faults.append(f"client {client} has another {', '.join(changed)} in {where}")
+
+
+def _compare_log(content: Mapping[str, Any], place: Path, found: Verification) -> None:
+    """Compare the audit log of a device with what the certificate says about its clients."""
+    try:
+        verify(place)
+        logged = ledgers(log_rows(place / AUDIT), content["run"])
+    except (DataError, ValueError) as error:
+        found.faults.append(str(error))
+        return
+    if not logged:
+        found.faults.append(f"{place / AUDIT} has no row of the run {content['run']}")
+    known: dict[int, Mapping[str, Any]] = {one["client"]: one for one in content["clients"]}
+    for client, own in logged.items():
+        if client not in known:
+            found.faults.append(f"{place / AUDIT} has rows of client {client}, which the certificate does not name")
+            continue
+        agreed = own.without([(round, ask) for round, ask in known[client]["unanswered"]])
+        if {"rows": len(agreed.rows), "root": agreed.root} != known[client]["answered"]:
+            found.faults.append(_difference(place, client, agreed, known[client]))
+        else:
+            found.remarks.append(f"client {client}: {place / AUDIT} holds the certified ledger")
+
+
+def _difference(place: Path, client: int, own: ClientLedger, told: Mapping[str, Any]) -> str:
+    return (
+        f"client {client}: {place / AUDIT} holds {len(own.rows)} rows of the run, and not the certified "
+        f"{told['answered']['rows']}. `polyfed audit-log reconcile` names them"
+    )

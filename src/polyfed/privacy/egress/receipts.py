@@ -1,0 +1,156 @@
+"""What the ledger of one client in one run says, in a form that server and device sign alike.
+
+The ledger of a client is the set of its rows, in the order of their requests: a request that is sent again, and whose
+reply is the same bit for bit, adds nothing. So both sides come to the same root (`ClientLedger.root`), although one of
+them may have been killed and have repeated a part of the run.
+
+A device signs a *receipt* with the key of its audit log: run, client, and the root over its own rows. It leaves out the
+requests that the server names as unanswered, because there the two sides may rightly differ: a request was lost on its
+way, or a reply came too late. The device's login key signs the key of the log, so that whoever knows the device's
+public key can check the receipt (`log_keys`).
+"""
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from polyfed.core.errors import DataError
+from polyfed.core.system.files import AUDIT
+from polyfed.core.system.json_and_toml import parse_json
+from polyfed.privacy.egress import merkle
+from polyfed.privacy.egress.audit_log import AuditLog
+from polyfed.privacy.egress.audit_log_verification import verify
+from polyfed.privacy.egress.ledger import NO_RUN, TO_CLIENT
+from polyfed.privacy.egress.log_keys import canonical, key_text, signed, tie_in
+
+Place = tuple[int, int]
+"""(round, number of the request in the round)"""
+
+APART = ("time", "previous", "device_seal")
+"""The keys of a row that say when and by whom it was logged, and not what was sent."""
+
+RECEIPT = b"polyfed receipt 1\n"
+"""What the signed text of a receipt begins with, so that no other signature of the key passes for one."""
+
+
+@dataclass(frozen=True)
+class ClientLedger:
+    """The rows of one client in one run.
+
+    Attributes:
+        rows: place, whether the client sent it, and text of each row, sorted and without repetitions.
+    """
+
+    rows: tuple[tuple[Place, bool, bytes], ...] = ()
+
+    @cached_property
+    def root(self) -> str:
+        """The Merkle root of the rows."""
+        return merkle.root_of(text for _, _, text in self.rows).hex()
+
+    @property
+    def unanswered(self) -> list[Place]:
+        """The requests without a row of a reply."""
+        answered = {place for place, up, _ in self.rows if up}
+        return sorted({place for place, up, _ in self.rows if not up} - answered)
+
+    def without(self, places: Collection[Place]) -> "ClientLedger":
+        """Return the ledger without these requests."""
+        left_out = set(places)
+        return ClientLedger(tuple(row for row in self.rows if row[0] not in left_out))
+
+    def bytes_of(self, *, up: bool) -> int:
+        """Return how many bytes the rows that the client sent, or those that it received, name."""
+        return sum(int(json.loads(text)["bytes"]) for _, own, text in self.rows if own == up)
+
+
+def ledgers(rows: Iterable[Mapping[str, Any]], run: str) -> dict[int, ClientLedger]:
+    """Return the ledger of each client in a run.
+
+    What a device told at enrolment is in its log without the name of the run, which it did not know yet. Such rows
+    belong to the run of the next row.
+
+    Args:
+        rows: the rows of a ledger or of an audit log, in the order of the file. Rows about parts that were refused are
+            left out, because these did not leave.
+
+    Raises:
+        ValueError: a row lacks its place, or it is no place.
+    """
+    found, enrolled = dict[int, set[tuple[Place, bool, bytes]]](), list[Mapping[str, Any]]()
+    for row in rows:
+        if "verdict" not in row:
+            continue
+        if row["verdict"] == "allowed" and row.get("run") == NO_RUN:
+            enrolled.append(row)
+            continue
+        for one in [*enrolled, row] if row.get("run") == run else ():
+            if one["verdict"] == "allowed":
+                entry = _entry(one, run)
+                found.setdefault(int(one["client"]), set()).add(entry)
+        enrolled = []
+    return {client: ClientLedger(tuple(sorted(own))) for client, own in sorted(found.items())}
+
+
+def _entry(row: Mapping[str, Any], run: str) -> tuple[Place, bool, bytes]:
+    if not all(type(row.get(name)) is int for name in ("client", "round", "ask", "bytes")):
+        raise ValueError("a row has no client, round, ask or bytes")
+    text = canonical({key: value for key, value in row.items() if key not in APART} | {"run": run})
+    return (row["round"], row["ask"]), row.get("destination") != TO_CLIENT, text
+
+
+def log_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a ledger or of an audit log.
+
+    Raises:
+        DataError: the file is missing, or a line is none of a ledger. The text names the line.
+    """
+    rows = list[dict[str, Any]]()
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                row = parse_json(line)
+                if not isinstance(row, dict) or not line.endswith(b"\n"):
+                    raise ValueError("it is not a whole row")
+                rows.append(row)
+    except FileNotFoundError:
+        raise DataError(f"{path} is missing, so nothing says what was sent. Restore it from a copy") from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} line {len(rows) + 1} is damaged: {error}. Restore the file from a copy") from None
+    return rows
+
+
+def receipt(log: AuditLog, run: str, client: int, unanswered: Sequence[Place], policy: str) -> dict[str, Any]:
+    """Sign what a device's audit log says about a client in a run.
+
+    Args:
+        log: the device's audit log, which is verified first.
+        unanswered: the requests that the server has left out.
+        policy: SHA-256 of the policy file, or "" for the default policy.
+
+    Returns:
+        `receipt`, the signed content; `key`, the key of the log; `signature`; and `tie` if the device's key has signed
+        that of the log.
+
+    Raises:
+        DataError, CheckpointError: the log is missing or damaged.
+    """
+    with log.alone() as key:
+        verify(log.folder)
+        rows = log_rows(log.folder / AUDIT) if (log.folder / AUDIT).exists() else []
+    own = ledgers(rows, run).get(client, ClientLedger()).without(unanswered)
+    content = {
+        "run": run,
+        "client": client,
+        "rows": len(own.rows),
+        "root": own.root,
+        "unanswered": [list(place) for place in unanswered],
+        "policy": policy,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    told = {"receipt": content, "key": key_text(key.public_key()), "signature": signed(key, RECEIPT, content)}
+    return told | ({"tie": tie} if (tie := tie_in(log.folder)) else {})
