@@ -22,9 +22,12 @@ from polyfed.core.errors import DataError
 from polyfed.core.system.files import AUDIT, EGRESS, FACTS, PUBLIC_KEY, RECEIPTS, ROUNDS
 from polyfed.core.system.files import RECIPE as RECIPE_FILE
 from polyfed.deploy.credentials import write_credentials
-from polyfed.engines.protocol import FAILED, RequestId, reason
+from polyfed.deploy.handlers import Deployed
+from polyfed.deploy.server.countersignatures import collect_receipts
+from polyfed.engines.protocol import FAILED, SIGN, SIGNED, RequestId, reason, sign_packet
 from polyfed.experiment.certificate import certify, verify_certificate, write_crate
 from polyfed.experiment.certificate.issue import sealed
+from polyfed.federation.wire_format import Packet
 from polyfed.privacy.egress import merkle
 from polyfed.privacy.egress.audit_log import HEAD, PRIVATE_KEY, AuditLog, private_key
 from polyfed.privacy.egress.log_keys import key_text, tie
@@ -369,6 +372,73 @@ def test_requests_without_a_reply_are_named_by_both_and_do_not_break_the_certifi
     assert one["unanswered"] == one["receipt"]["receipt"]["unanswered"] == [[1, 0]]
     assert one["answered"]["rows"] < one["rows"]
     assert faults(folder) == ""
+
+
+class Lying:
+    """Device 1 changes what it says when it is asked to sign."""
+
+    def __init__(self, handler: Any, lie: Callable[[dict[str, Any]], Any]) -> None:
+        self.handler, self.lie = handler, lie
+
+    def __call__(self, packet: Any, config: Mapping[str, Any]) -> Any:
+        reply = self.handler(packet, config)
+        if config["client"] == 1 and packet.header["want"] == SIGN:
+            self.lie(reply.header)
+        return reply
+
+
+FORMS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "another run": lambda header: header["receipt"].update(run="other"),
+    "more": lambda header: header["receipt"].update(more=[[]]),
+    "no number": lambda header: header["receipt"].update(rows=float("nan")),
+    "long": lambda header: header["receipt"].update(time="9" * 10**6),
+    "unsigned": lambda header: header.update(signature="00"),
+    "no key": lambda header: header.update(key=7),
+    "strange tie": lambda header: header.update(tie={"key": "ssh-ed25519 AAAA", "signature": ""}),
+    "no receipt": lambda header: header.pop("receipt"),
+    "no verdict": lambda header: header.pop("verdict"),
+}
+
+
+def test_a_device_that_sends_something_else_than_a_receipt_spoils_nothing(tmp_path: Path) -> None:
+    """The server asks each time that the run ends, here again with `collect_receipts`."""
+    devices, out = Devices(tmp_path), tmp_path / "run"
+    devices.serve(out, transport := devices.transport())
+    run, honest = json.loads((out / FACTS).read_text())["run"], devices.handler
+    for name, lie in FORMS.items():
+        devices.handler = Lying(honest, lie)  # type: ignore[assignment]
+        collect_receipts(out, run, transport)
+        assert sorted(json.loads((out / RECEIPTS).read_text())) == ["0", "2"], name
+    path, content = certify(out)
+    assert [one["receipt"] is None for one in content["clients"]] == [False, True, False]
+    found = verify_certificate(path, run=out)
+    assert found.faults == []
+    assert any("the server alone vouches: clients 1" in remark for remark in found.remarks)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"run": "../x"},
+        {"client": True},
+        {"client": 0},
+        {"unanswered": [[1]]},
+        {"unanswered": [[1, True]]},
+        {"run": None},
+    ],
+)
+def test_a_device_signs_only_its_own_ledger(header: dict[str, Any], copied: Path) -> None:
+    config = {"data": str(copied / "nodes" / "1" / "data.npz"), "client": 1, "modalities": "a"}
+    asked = sign_packet(content_of(copied)["run"], 1, [])
+    handler = Deployed(copied / "recipe.toml")
+    assert handler(asked, config).header["verdict"] == SIGNED
+    answer = handler(Packet(asked.header | header), config)
+    assert answer.header["verdict"] == FAILED
+    log = state(copied, 1) / AUDIT
+    log.write_text(log.read_text()[:-5])
+    answer = handler(asked, config)
+    assert answer.header["verdict"] == FAILED
+    assert str(copied) not in answer.header["reason"]
 
 
 def test_the_transcript_of_secure_aggregation_has_a_root_for_each_round(tmp_path: Path) -> None:

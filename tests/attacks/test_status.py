@@ -37,7 +37,7 @@ from polyfed.deploy.server.status_client import ask
 from refusals import refuses
 
 SECRET = "a reason with a secret"
-LINK = {"nodes": {"registered": 3, "online": 2}, "runs": ["7"]}
+LINK = {"nodes": {"registered": 3, "online": 2}, "certificate_ends": 2e9, "runs": ["7"]}
 PAGES = ("/status", "/metrics", "/health", "/", "/nothing")
 
 

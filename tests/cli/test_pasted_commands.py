@@ -16,10 +16,13 @@ from polyfed.cli.application import app
 from polyfed.core.errors import command
 
 SOURCES = Path(__file__).parents[2] / "src" / "polyfed"
-VERBS = "|".join(
-    info.name or info.callback.__name__.replace("_", "-")
-    for info in app.registered_commands
-    if info.callback is not None
+VERBS = (
+    "|".join(
+        info.name or info.callback.__name__.replace("_", "-")
+        for info in app.registered_commands
+        if info.callback is not None
+    )
+    + "|server|device"
 )
 OPEN = re.compile(rf"polyfed ({VERBS})( --?[a-z-]+| [A-Za-z.]+)* $")
 """The end of a text in which a value would be the next word of a command."""

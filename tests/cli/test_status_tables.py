@@ -1,9 +1,12 @@
 """What `polyfed status` shows about devices that are away and about a run that has not begun."""
 
 import json
+import time
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
+import pytest
 from rich.console import Console
 
 from polyfed.cli.printing.status_tables import status_tables
@@ -12,7 +15,12 @@ from polyfed.deploy.server.monitor import metrics_of, status_of
 from polyfed.deploy.server.run_log import RunStatus
 
 RUNS = ["8", "7", "6"]
-LINK = {"nodes": {"registered": 3, "online": 1}, "away": ["SHA256:one", "SHA256:two"], "runs": RUNS}
+LINK: dict[str, Any] = {
+    "nodes": {"registered": 3, "online": 1},
+    "certificate_ends": 2e9,
+    "away": ["SHA256:one", "SHA256:two"],
+    "runs": RUNS,
+}
 
 
 def shown(folder: Path) -> str:
@@ -42,3 +50,10 @@ def test_devices_that_are_away_have_their_numbers_and_keys(tmp_path: Path) -> No
     assert "took" not in shown(tmp_path)
     status("round-finished", row={"round": 1, "cohort": [0], "seconds": {"train": 2.0}, "bytes_up": 1, "bytes_down": 1})
     assert "1 of 5, the latest took 2.0 s" in shown(tmp_path)
+
+
+def test_a_certificate_that_ends_soon_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "certificate" not in shown(tmp_path)
+    assert b"polyfed_certificate_ends_timestamp_seconds 2e+09" in metrics_of(status_of(LINK, tmp_path))
+    monkeypatch.setitem(LINK, "certificate_ends", time.time() + 6.5 * 24 * 3600)
+    assert "certificate ends in 6.5 days" in shown(tmp_path)

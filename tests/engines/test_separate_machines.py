@@ -1,6 +1,6 @@
 """The commands of docs/deploy.md as they stand, on three machines: network namespaces with a folder each. Slow.
 
-The server is reached by its name, over a bridge. Nothing but the files that the page names is carried between folders.
+The server is reached by its name, over a bridge. Nothing but the tokens is carried from one machine to another.
 """
 
 import json
@@ -130,13 +130,9 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
     made.down()
 
 
-def carry(machines: Machines) -> None:
-    """Step 6, which is done by people."""
-    credentials = machines.folders[SERVER] / "my-app-credentials"
-    for name in DEVICES:
-        public = machines.folders[name] / "node.key.pub"
-        shutil.copy(public, credentials / f"{name.replace(' ', '-')}.pub")
-        shutil.copy(credentials / "ca.pem", machines.folders[name])
+def tokens(machines: Machines) -> dict[str, str]:
+    """The tokens that the operator sends to the owners of the devices."""
+    return dict(zip(DEVICES, re.findall(r"polyfed device join (polyfed-join-\S+)", machines.told()), strict=True))
 
 
 def follow(machines: Machines) -> None:
@@ -150,11 +146,12 @@ def follow(machines: Machines) -> None:
             elif block.what:
                 (machines.folders[machine] / block.what).write_text(block.text)
             else:
-                code = machines.start(machine, block.text).wait(PATIENCE)
+                text = block.text
+                if "TOKEN" in text:
+                    text = text.replace("TOKEN", f"{tokens(machines)[machine]} --yes")
+                code = machines.start(machine, text).wait(PATIENCE)
                 assert code == 0, f"{machine}: {block.text}{machines.told()[-3000:]}"
-        if "ssh-keygen" in block.text:
-            carry(machines)
-        if "polyfed server" in block.text:
+        if block.what and "polyfed server" in block.text:
             until(lambda: "waiting for devices on port 9092" in machines.told(), "the server", 120)
 
 

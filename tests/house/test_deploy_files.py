@@ -16,6 +16,7 @@ import typer
 import yaml
 
 from polyfed.cli import app
+from polyfed.cli.federation import START
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -63,6 +64,7 @@ def last_stage() -> list[tuple[str, str]]:
 def options_of(command: str) -> set[str]:
     """The options of a verb of polyfed."""
     verb = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
+    verb = getattr(verb, "commands", {}).get(START, verb)
     return {name for parameter in verb.params for name in parameter.opts}
 
 

@@ -1,19 +1,52 @@
-"""The verbs of a deployment: write and submit apps, start servers, devices and edges, look after jobs, ask a status."""
+"""The verbs of a deployment: start servers, devices and edges, let devices join, submit apps, see jobs, ask status."""
 
 import os
 import signal
+import sys
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+from typing_extensions import override
 
-from polyfed.cli.application import AsJson, Interrupted, app
+from polyfed.cli.application import HELP_OPTIONS, AsJson, Interrupted, app
 from polyfed.cli.output import answer, print_json, show
 from polyfed.core.errors import RecipeError
 from polyfed.core.system.log_lines import LOG_FORMAT
 from polyfed.core.system.stop_signals import handling, interrupt
+
+if TYPE_CHECKING:
+    from polyfed.deploy.device.joining import Proposal
+
+START = "start"
+
+
+class Startable(TyperGroup):
+    """A verb with others below it, of which `start` need not be written: `polyfed server DIR`."""
+
+    @override
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Insert `start` before the first word, unless this is the name of another verb."""
+        if args and args[0] not in (*self.commands, *ctx.help_option_names):
+            args = [START, *args]
+        return super().parse_args(ctx, args)
+
+
+servers, devices = (
+    typer.Typer(name=name, help=about, cls=Startable, no_args_is_help=True, context_settings=HELP_OPTIONS)
+    for name, about in (
+        (
+            "server",
+            "The server of a federation. `polyfed server DIR` starts it; the others make it and let devices in.",
+        ),
+        ("device", "A device of a federation. `polyfed device FILE.toml` starts it, after `polyfed device join`."),
+    )
+)
+app.add_typer(servers)
+app.add_typer(devices)
 
 JsonError = Annotated[bool, typer.Option("--json", help="If it cannot start, print the error as JSON.")]
 """`--json` for a verb that runs until it is stopped, and therefore has no result to print."""
@@ -147,7 +180,7 @@ def submit(
     answer(result, *shown, as_json=as_json)
 
 
-@app.command()
+@servers.command(START)
 def server(
     credentials: Credentials,
     host: Host = "0.0.0.0",
@@ -203,7 +236,7 @@ def jobs(
     answer(facts, *parts, as_json=as_json)
 
 
-@app.command()
+@devices.command(START)
 def device(
     file: Annotated[
         Path, typer.Argument(metavar="FILE.toml", help="The server, and the data, key and policy of each device.")
@@ -217,6 +250,149 @@ def device(
 
     os.environ[LOG_FORMAT] = log_format.value
     deploy.run_device(file, metrics_port)
+
+
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the server.", show_default=False)]
+Hours = Annotated[float, typer.Option(metavar="H", help="How long a token is valid.")]
+
+
+@servers.command("init")
+def server_init(
+    dir: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder for the server.", show_default=False)],
+    hosts: Annotated[
+        list[str],
+        typer.Option(
+            "--host", metavar="NAME", help="Where devices reach the server; may be repeated.", show_default=False
+        ),
+    ],
+    number: Annotated[int, typer.Option("--devices", min=0, max=10_000, metavar="N", help="How many tokens.")] = 0,
+    names: Annotated[
+        list[str] | None, typer.Option("--name", metavar="NAME", help="A token for a device; may be repeated.")
+    ] = None,
+    port: Port = 9092,
+    hours: Hours = 24.0,
+    recipe: Annotated[
+        Path | None, typer.Option(metavar="RECIPE.toml", help="A recipe that owners see before their device joins.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make the authority and the certificate of a server, and a join token for each device."""
+    from polyfed import deploy
+
+    if number and names:
+        raise RecipeError(f"--devices {number} and --name: give one of them, as each --name is a device")
+    with deploy.needing_extra("a server"):
+        from polyfed.deploy.server import registration
+    made = registration.begin(dir, hosts, port, names or [""] * number, hours, recipe)
+    facts = {"server": str(dir), "start": registration.start_of(dir), "tokens": [one.facts() for one in made]}
+    head = (f"the authority and the certificate are in {dir}", f"start the server: {facts['start']}")
+    answer(facts, *head, *registration.lines(dir, made, hours), as_json=as_json)
+
+
+@servers.command("token")
+def server_token(
+    dir: Folder,
+    name: Annotated[str, typer.Option(metavar="NAME", help="Name of the device. [default: device-NUMBER]")] = "",
+    number: Annotated[
+        int | None, typer.Option(metavar="N", help="Its client number. [default: the lowest free one]")
+    ] = None,
+    hours: Hours = 24.0,
+    address: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where devices reach the server, if changed.")] = "",
+    listed: Annotated[bool, typer.Option("--list", help="Make none, and list the devices and their tokens.")] = False,
+    withdrawn: Annotated[str, typer.Option("--revoke", metavar="WHO", help="Revoke a device or its token.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Make a join token for one more device; or list all, or revoke one."""
+    from polyfed import deploy
+    from polyfed.cli.printing.deployment import register_table
+
+    with deploy.needing_extra("a server"):
+        from polyfed.deploy.server import registration
+    if withdrawn:
+        _revoked(dir, withdrawn, as_json=as_json)
+    elif listed:
+        rows = registration.devices(dir)
+        answer({"devices": rows}, register_table(rows), registration.summary(rows), as_json=as_json)
+    else:
+        made = registration.issue(dir, name, number, hours, address)
+        answer(made.facts(), *registration.lines(dir, [made], hours), as_json=as_json)
+
+
+@servers.command("revoke")
+def server_revoke(
+    dir: Folder,
+    who: Annotated[str, typer.Argument(metavar="NAME|NUMBER", help="The device.", show_default=False)],
+    as_json: AsJson = False,
+) -> None:
+    """Take a device's key away, or withdraw its token. It is refused from its next call on; the server runs on."""
+    _revoked(dir, who, as_json=as_json)
+
+
+def _revoked(dir: Path, who: str, *, as_json: bool) -> None:
+    from polyfed import deploy
+
+    with deploy.needing_extra("a server"):
+        from polyfed.deploy.server import registration
+    with registration.registered(dir) as register:
+        found = register.revoke(who)
+    facts = {"revoked": found if isinstance(found, str) else found.facts()}
+    answer(facts, registration.told_of(found), as_json=as_json)
+
+
+@devices.command("join")
+def device_join(
+    token: Annotated[
+        str, typer.Argument(metavar="TOKEN", help="From `polyfed server init`; - reads it.", show_default=False)
+    ],
+    data: Annotated[
+        Path, typer.Option(metavar="FILE", help="An .npz file, or a folder of .npy files.", show_default=False)
+    ],
+    folder: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the files of the device.")] = Path(),
+    policy: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A policy of yours. [default: one is written for the data]")
+    ] = None,
+    modalities: Annotated[
+        str, typer.Option(metavar="A,B", help="Arrays to take part with. [default: those that polyfed finds]")
+    ] = "",
+    label: Annotated[str, typer.Option(metavar="NAME", help="The array of the labels, if it has another name.")] = "",
+    silo: Annotated[int, typer.Option(min=-1, metavar="N", help="Number of the device's silo. -1: none.")] = -1,
+    yes: Annotated[bool, typer.Option("--yes", help="Join without a question.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make this device's key and policy, and join the server of a token after your yes. Nothing is overwritten."""
+    from polyfed import deploy
+
+    with deploy.needing_extra("a device"):
+        from polyfed.deploy.device import joining
+    word = sys.stdin.readline() if token == "-" else token
+    policy = None if policy is None else policy.expanduser()
+    wanted = joining.Wanted(
+        data.expanduser(), folder.expanduser(), policy, joining.names_in(modalities), label.strip(), silo
+    )
+    made = joining.join(word, wanted, lambda proposal: _agrees(proposal, yes=yes, quiet=as_json))
+    if made is None:
+        typer.echo("polyfed: not joined. Nothing is left of it, and the token can still be used", err=True)
+        raise typer.Exit(1)
+    facts = {"client": made.number, "server": made.address, "file": str(made.file), "written": list(made.written)}
+    facts["start"] = joining.start_of(made)
+    lines = (f"device {made.number} has joined {made.address}; new: {', '.join(made.written)}",)
+    answer(facts, *lines, f"the key stays here. Start the device: {facts['start']}", as_json=as_json)
+
+
+def _agrees(proposal: "Proposal", *, yes: bool, quiet: bool) -> bool:
+    """Show what would leave the device, and return whether its owner says yes."""
+    from polyfed.cli.printing.deployment import proposal_parts
+
+    if not (quiet and yes):
+        show(*proposal_parts(proposal))
+    if yes:
+        return True
+    if not sys.stdin.isatty():
+        raise RecipeError(
+            "nobody can answer here, because standard input is no terminal. Read what would leave, then join with --yes"
+        )
+    place = proposal.place
+    return typer.confirm(f"Join {proposal.address} as device {place.number}, {place.name}?", err=True)
 
 
 @app.command()

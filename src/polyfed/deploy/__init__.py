@@ -10,9 +10,9 @@ Files:
     local_federation: a server and its devices as processes of this machine.
     server/: what runs on the server. `hosting` starts the server, `queued_run` a run, whose main function is in
         `server`, and `jobs` has the queue of runs and their supervisor. `enrolment`, `membership` and `claimed_shapes`
-        decide who takes part.
-    device/: what runs on a device. `agent` waits for the server, `tasks` runs the tasks, and `device_file` and
-        `configuration` are what its owner writes.
+        decide who takes part, and `registration` who may.
+    device/: what runs on a device. `agent` waits for the server, `tasks` runs the tasks, `device_file` and
+        `configuration` are what its owner writes, and `joining` writes it for the owner.
     edge/: the edge of a silo, which serves the silo's devices and is a participant of the server. `edge_file` is what
         its owner writes, and `runtime` answers the server's packets.
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ServerPorts",
     "enqueue",
+    "needing_extra",
     "run_device",
     "run_edge",
     "run_locally",
@@ -56,8 +57,12 @@ def __getattr__(name: str) -> Any:
 
 
 @contextmanager
-def _needing_extra(what: str) -> Iterator[None]:
-    """Turn a failed import of an optional package into an error that names the extra to install."""
+def needing_extra(what: str) -> Iterator[None]:
+    """Turn a failed import of an optional package into an error that names the extra to install.
+
+    Raises:
+        RecipeError: an import in the block fails.
+    """
     try:
         yield
     except ImportError as error:
@@ -70,7 +75,7 @@ def write_credentials(folder: Path, nodes: int, hosts: Sequence[str] = ()) -> Pa
     Raises:
         RecipeError: an argument is wrong, or the extra is not installed.
     """
-    with _needing_extra("making certificates"):
+    with needing_extra("making certificates"):
         from polyfed.deploy import credentials
     return credentials.write_credentials(folder, nodes, hosts)
 
@@ -84,7 +89,7 @@ def run_locally(recipe_path: Path, folder: Path) -> Path:
     Raises:
         PolyfedError: the run ended with an error, or the extra is not installed.
     """
-    with _needing_extra("a local federation"):
+    with needing_extra("a local federation"):
         from polyfed.deploy import local_federation as local
     return local.run_locally(recipe_path, folder)
 
@@ -98,7 +103,7 @@ def submit(app: Path, credentials: Path, changes: Mapping[str, str]) -> Path:
     Raises:
         PolyfedError: the run ended with an error, or no server uses the credentials.
     """
-    with _needing_extra("a run with devices"):
+    with needing_extra("a run with devices"):
         from polyfed.deploy.server import hosting, queued_run
     if not hosting.serves(credentials):
         raise TransportError(f"no server uses {credentials}; start it: {command('server', credentials)}")
@@ -113,7 +118,7 @@ def enqueue(app: Path, credentials: Path, changes: Mapping[str, str], at: float,
     """
     if not (credentials / "server.pem").exists():
         raise RecipeError(f"{credentials} holds no server.pem. Give the folder of the server (--credentials)")
-    with _needing_extra("a run with devices"):
+    with needing_extra("a run with devices"):
         from polyfed.deploy.server import queued_run
     return queued_run.enqueue(app, credentials, changes, at, wait)
 
@@ -124,7 +129,7 @@ def run_server(credentials: Path, ports: ServerPorts, jobs: int = 1) -> None:
     Raises:
         RecipeError: an argument is wrong, or an extra is not installed.
     """
-    with _needing_extra("a server"):
+    with needing_extra("a server"):
         from polyfed.deploy.server import hosting
     hosting.server(credentials, ports, jobs)
 
@@ -135,7 +140,7 @@ def run_device(path: Path, metrics_port: int) -> None:
     Raises:
         RecipeError: an argument is wrong, or an extra is not installed.
     """
-    with _needing_extra("a device"):
+    with needing_extra("a device"):
         from polyfed.deploy.device import device_file
     device_file.device(path, metrics_port)
 
@@ -146,6 +151,6 @@ def run_edge(path: Path) -> None:
     Raises:
         RecipeError: an argument is wrong, or an extra is not installed.
     """
-    with _needing_extra("an edge"):
+    with needing_extra("an edge"):
         from polyfed.deploy.edge import edge_file
     edge_file.edge(path)

@@ -24,9 +24,10 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import NameOID
 
-from polyfed.core.errors import RecipeError
+from polyfed.core.errors import RecipeError, command
 from polyfed.core.system.files import replace_text
 from polyfed.core.system.log_lines import logger_of
+from polyfed.transport.connection import WARNED_DAYS
 
 SERVER = ("ca.pem", "server.pem", "server.key")
 """The authority's certificate, the server's certificate and the server's key. They belong together."""
@@ -38,8 +39,11 @@ DAYS, AUTHORITY_DAYS = 30, 3650
 """Days for which a certificate of a server, and one of an authority, is valid. The first time is short, because such
 certificates are rarely revoked (inferred)."""
 
-RENEWED_DAYS, WARNED_DAYS = 10, 7
-"""Days before the end of a server's certificate from which it is renewed, and from which the log warns of its end."""
+CLOCKS = timedelta(days=1)
+"""By how much a device's clock may be behind the server's: a certificate is valid from so long before it is written."""
+
+RENEWED_DAYS = 10
+"""Days before the end of a server's certificate from which it is renewed."""
 
 
 LOOPBACK = ("127.0.0.1", "localhost")
@@ -106,7 +110,9 @@ def check_server(folder: Path, there: Sequence[str], hosts: Sequence[str] = ()) 
     """
     fix = f"Move {', '.join(SERVER)} elsewhere and run this again; every device then needs the new ca.pem"
     if not there:
-        raise RecipeError(f"{folder} holds no {', '.join(SERVER)}. Write them: polyfed app DIR --recipe R --host NAME")
+        raise RecipeError(
+            f"{folder} holds no {', '.join(SERVER)}. Write them: {command('server', 'init', folder, '--host', 'NAME')}"
+        )
     if missing := [name for name in SERVER if name not in there]:
         raise RecipeError(f"{folder} holds {', '.join(there)}, but no {', '.join(missing)}. {fix}")
     certificate = x509.load_pem_x509_certificate((folder / "server.pem").read_bytes())
@@ -241,7 +247,7 @@ def _draft(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: int = DAYS
 ) -> x509.CertificateBuilder:
     now = datetime.now(UTC)
-    start = min(now, now + timedelta(days=days)) - timedelta(hours=1)  # the clocks of machines differ
+    start = min(now, now + timedelta(days=days)) - CLOCKS
     draft = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key.public_key())
     draft = draft.serial_number(x509.random_serial_number())
     return draft.not_valid_before(start).not_valid_after(now + timedelta(days=days))

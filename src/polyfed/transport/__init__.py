@@ -5,4 +5,5 @@
 - `hub.py`: the web application for devices, and the command that runs it.
 - `logins.py`: who a device is: the keys that are registered, challenges and tokens.
 - `connection.py`: a device's calls to the server.
+- `tokens.py`: join tokens, and the register of devices. `joining.py`: the calls of a device that joins.
 """

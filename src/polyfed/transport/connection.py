@@ -13,6 +13,8 @@ import time
 import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -43,6 +45,14 @@ LONGEST_WORD = 500
 MOST_STALLS = 5
 """How often a server may ask for bytes that it has got already. Then the device gives the reply up for a while."""
 
+WARNED_DAYS = 7
+"""Days before the end of a server's certificate from which server and devices warn of it."""
+
+DAY = 24 * 3600.0
+
+SKEW_SECONDS = 120.0
+"""A clock that differs from the server's by more is told to the owner of the device."""
+
 ANSWERS = (200, 204, 206, 410, 413, 422)
 """The statuses with which the server answers a call. After others, such as those of a proxy, the call is repeated."""
 
@@ -72,6 +82,7 @@ class Connection:
 
     Attributes:
         contact: the reading of the monotonic clock when the server last answered; 0 if it never did.
+        ends: when the server's certificate ends, in seconds since 1970; 0 if it has shown none.
 
     Raises:
         RecipeError: the address or the file is wrong.
@@ -80,7 +91,8 @@ class Connection:
     def __init__(self, address: str, ca: Path, key: PrivateKey, stop: Event, note: Callable[[str], None]) -> None:
         self.host, self.port = host_and_port(address)
         self.ca, self.key, self.stop, self.note = ca, key, stop, note
-        self.contact = 0.0
+        self.contact, self.ends = 0.0, 0.0
+        self._opened, self._warned, self._skewed = 0.0, -DAY, False
         self._token = ""
         self._way: http.client.HTTPSConnection | None = None
         try:
@@ -259,6 +271,7 @@ class Connection:
         way.request(method, path, body=body, headers=headers)
         answer = way.getresponse()
         self.contact = time.monotonic()
+        self._look_at_clocks(answer.getheader("date", ""))
         if to is not None and answer.status in (200, 206):
             _write(answer, to, most, answer.status == 206)
             return answer.status, {}
@@ -276,24 +289,73 @@ class Connection:
         return 200, _checked(told)
 
     def _connected(self, seconds: float) -> http.client.HTTPSConnection:
+        if self._way is not None and self._ends_soon and time.monotonic() - self._opened > DAY:
+            self.close()  # a new line shows whether the certificate has been renewed
         if self._way is None:
-            self._way = self._new()
+            self._way = https_to(self.host, self.port, self._context)
             self._way.connect()
             self._way.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._opened = time.monotonic()
+            shown: Any = self._way.sock.getpeercert() if isinstance(self._way.sock, ssl.SSLSocket) else None
+            self.ends = ssl.cert_time_to_seconds(shown["notAfter"]) if shown else 0.0
         self._way.sock.settimeout(seconds)
         return self._way
 
-    def _new(self) -> http.client.HTTPSConnection:
-        """Return a connection to the server, through the proxy of the environment if there is one."""
-        proxy = urllib.request.getproxies().get("https")
-        if proxy is None or urllib.request.proxy_bypass(f"{self.host}:{self.port}"):
-            return http.client.HTTPSConnection(self.host, self.port, timeout=SECONDS, context=self._context)
-        parts = urlsplit(proxy if "//" in proxy else f"//{proxy}")
-        way = http.client.HTTPSConnection(
-            parts.hostname or "", parts.port or 3128, timeout=SECONDS, context=self._context
-        )
-        way.set_tunnel(self.host, self.port)
-        return way
+    @property
+    def _ends_soon(self) -> bool:
+        return bool(self.ends) and self.ends - time.time() <= WARNED_DAYS * DAY
+
+    def _look_at_clocks(self, date: str) -> None:
+        """Tell the owner, once a day, that the certificate ends soon, and once that the clocks differ.
+
+        Args:
+            date: the header of an answer.
+        """
+        if self._ends_soon and time.monotonic() - self._warned > DAY:
+            self._warned = time.monotonic()
+            left = (self.ends - time.time()) / DAY
+            self.note(f"the server's certificate ends in {left:.1f} days. Then this device cannot connect: {RENEW}")
+        skew = ahead_of(date)
+        if abs(skew) <= SKEW_SECONDS:
+            self._skewed = False
+        elif not self._skewed:
+            self._skewed = True
+            self.note(different_clocks(skew))
+
+
+RENEW = "the server's operator puts ca.key back into the server's folder, and `polyfed server` renews it"
+
+
+def ahead_of(date: str) -> float:
+    """Return by how many seconds this machine's clock is ahead of the date in an answer; 0 without one."""
+    try:
+        return (datetime.now(UTC) - parsedate_to_datetime(date)).total_seconds()
+    except (ValueError, TypeError, OverflowError):
+        return 0.0
+
+
+def different_clocks(skew: float) -> str:
+    """Say that this machine's clock is so many seconds ahead of the server's, and what follows."""
+    size, name = next(((size, name) for size, name in _TIMES if abs(skew) >= 2 * size), _TIMES[-1])
+    where = "ahead of" if skew > 0 else "behind"
+    return (
+        f"the clock of this device is {abs(skew) / size:.0f} {name} {where} the server's. Joining and training do not "
+        "depend on it, but a certificate that seems to have ended, or not to have begun, does: set it"
+    )
+
+
+_TIMES = ((DAY, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
+
+
+def https_to(host: str, port: int, context: ssl.SSLContext) -> http.client.HTTPSConnection:
+    """Return a connection to a server, not opened yet, through the proxy of the environment if there is one."""
+    proxy = urllib.request.getproxies().get("https")
+    if proxy is None or urllib.request.proxy_bypass(f"{host}:{port}"):
+        return http.client.HTTPSConnection(host, port, timeout=SECONDS, context=context)
+    parts = urlsplit(proxy if "//" in proxy else f"//{proxy}")
+    way = http.client.HTTPSConnection(parts.hostname or "", parts.port or 3128, timeout=SECONDS, context=context)
+    way.set_tunnel(host, port)
+    return way
 
 
 def _write(answer: http.client.HTTPResponse, path: Path, most: int, more: bool) -> None:

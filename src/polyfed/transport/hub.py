@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -30,8 +31,9 @@ from typing_extensions import override
 from polyfed.core.errors import RecipeError
 from polyfed.core.system.json_and_toml import parse_json
 from polyfed.core.system.log_lines import LogLines, logger_of
-from polyfed.transport.logins import Keys, Logins
+from polyfed.transport.logins import Keys, Logins, fingerprint, has_signed
 from polyfed.transport.queue import ANSWERED, OPEN, REQUEST, SERVER, Bell, Queue, Waiting
+from polyfed.transport.tokens import LARGEST_RECIPE, Entry, NotJoined, Register, joining_text, public_line
 from polyfed.transport.web import Chain, Listener, Peer, public_config, refuse
 
 WAIT_SECONDS = 25.0
@@ -41,7 +43,14 @@ AWAY_SECONDS = 5.0
 """A device is online while one of its calls goes on, and for so long afterwards."""
 
 LARGEST_LOGIN, LOGIN_SECONDS = 2**12, 20.0
-"""Largest size in bytes of the body of a login, and within how many seconds the body must have come."""
+"""Largest size in bytes of the body of a login and of joining, and within how many seconds the body must have come."""
+
+FAILED, FAILED_SECONDS, MOST_ADDRESSES = 10.0, 6.0, 1000
+"""How often an address may fail to join at once, the seconds after which it may once more, and the number of addresses
+that the server remembers. A secret has 128 bits, so nobody guesses one; the limit is for the log and the disk."""
+
+OPEN_PAGES = ("/v1/challenge", "/v1/login", "/v1/authority", "/v1/join")
+"""The pages for those who have not logged in."""
 
 CALLS, CALLS_PER_SECOND = 500.0, 100.0
 """Calls that a device may make at once, and afterwards per second. Later ones wait, so that no device takes all of the
@@ -64,7 +73,8 @@ class Hub:
 
     Args:
         queue: the requests and replies.
-        keys: the keys of the devices that may take part.
+        keys: the keys of the devices that may take part. Their folder has `ca.pem`, and `recipe.toml` for new devices.
+        register: the devices that may join, and those that have.
         certificates: returns the server's certificates (DER) that a device may have seen.
         admit: called with the other end of a connection and the device that has made a call on it.
         hang_up: ends all connections.
@@ -74,11 +84,12 @@ class Hub:
         self,
         queue: Queue,
         keys: Keys,
+        register: Register,
         certificates: Callable[[], Sequence[bytes]],
         admit: Callable[[Peer, str], None] = lambda peer, device: None,
         hang_up: Callable[[], None] = lambda: None,
     ) -> None:
-        self.queue, self.logins, self.certificates = queue, Logins(keys), certificates
+        self.queue, self.logins, self.certificates, self.register = queue, Logins(keys), certificates, register
         self.admit, self.hang_up = admit, hang_up
         self.ended = False
         self.online: dict[str, float] = {}  # device -> time of its last contact
@@ -86,8 +97,14 @@ class Hub:
         self._wake: dict[str, asyncio.Event] = {}  # device -> its call waits for a request
         self._uploads: dict[str, object] = {}  # request -> the newest call that sends its reply
         self._quota: dict[str, tuple[float, float]] = {}  # device -> calls that it may make at once, and since when
+        self._failed: dict[str, tuple[float, float]] = {}  # address -> tries that it may fail at once, and since when
         self._open = Router(
-            [Route("/v1/challenge", self._challenge), Route("/v1/login", self._login, methods=["POST"])],
+            [
+                Route("/v1/challenge", self._challenge),
+                Route("/v1/login", self._login, methods=["POST"]),
+                Route("/v1/authority", self._authority),
+                Route("/v1/join", self._join, methods=["POST"]),
+            ],
             redirect_slashes=False,
         )
         self._closed = Router(
@@ -105,9 +122,10 @@ class Hub:
         if scope["type"] != "http":
             return
         try:
-            if scope["path"] in ("/v1/challenge", "/v1/login"):
+            if scope["path"] in OPEN_PAGES:
                 await self._open(scope, receive, send)
                 return
+            self.logins.keys.look_if_changed()
             scope["device"] = device = self._known(scope)
             self.admit(scope["client"], device)
             with self._contact(device):
@@ -185,18 +203,65 @@ class Hub:
         return JSONResponse({"challenge": self.logins.challenge()})
 
     async def _login(self, call: Request) -> Response:
-        try:
-            told = parse_json(await asyncio.wait_for(_body(call, LARGEST_LOGIN), LOGIN_SECONDS))
-            device, challenge, signature = words = [told[name] for name in ("device", "challenge", "signature")]
-            if not all(isinstance(word, str) and word.isascii() for word in words):
-                raise ValueError("no text")
-        except (ValueError, KeyError, TypeError, TimeoutError) as error:
-            raise HTTPException(400, "this is no login") from error
+        told = await _words(call, "device", "challenge", "signature")
+        device, challenge, signature = (told[name] for name in ("device", "challenge", "signature"))
         if self.logins.crowded(device):
             raise HTTPException(429, "this device has logged in too often")
         if not (token := self.logins.enter(device, challenge, signature, self.certificates())):
             raise HTTPException(403, "the key is not registered, or the signature is wrong")
         return JSONResponse({"token": token})
+
+    async def _authority(self, call: Request) -> Response:
+        """Send `ca.pem`, which is no secret: a new device compares it with its token."""
+        path = self.logins.keys.folder / "ca.pem"
+        if not path.is_file():
+            raise HTTPException(404, "this server has no ca.pem")
+        return FileResponse(path, media_type="application/x-pem-file")
+
+    async def _join(self, call: Request) -> Response:
+        """Tell the holder of a token what it gives, or register the public key that comes with it."""
+        if self._tries(address := _address(call)) < 1:
+            raise HTTPException(429, "too many failed tries from this address")
+        try:
+            words = await _words(call, "secret")
+            entry = self._entered(words, bytes.fromhex(words["secret"]))
+        except (HTTPException, NotJoined, ValueError) as error:
+            left = self._tries(address) - 1
+            self._failed.pop(address, None)  # so that the newest stand last
+            self._failed[address] = left, time.monotonic()
+            for old in list(self._failed)[:-MOST_ADDRESSES]:
+                del self._failed[old]
+            if isinstance(error, NotJoined):
+                return JSONResponse({"refused": str(error)}, 403)
+            raise error if isinstance(error, HTTPException) else HTTPException(400, "this is no call to join") from None
+        recipe = self.logins.keys.folder / "recipe.toml"
+        text = recipe.read_text(encoding="utf-8") if recipe.is_file() and "key" not in words else ""
+        return JSONResponse({"number": entry.number, "name": entry.name, "recipe": text[:LARGEST_RECIPE]})
+
+    def _entered(self, words: dict[str, str], secret: bytes) -> Entry:
+        """Return the device of a secret, and register its key if there is one.
+
+        Raises:
+            NotJoined: there is no such device, or it has another key.
+            ValueError: the key is none, or the call is not signed with it for this server.
+        """
+        if "key" not in words:
+            return self.register.find(secret, words.get("device", ""))
+        line, key = public_line(words["key"])
+        self.register.find(secret, fingerprint(line))  # before the signature, whose check takes time
+        seen = (joining_text(secret, one) for one in self.certificates())
+        if not any(has_signed(key, text, words.get("signature", "")) for text in seen):
+            raise ValueError("no signature for this server")
+        self.logins.keys.look()
+        entry = self.register.enter(secret, line, fingerprint(line) in self.logins.keys.known)
+        self.logins.keys.look()
+        LOGGER.info("device %d, %s, has joined with the key %s", entry.number, entry.name, entry.key)
+        return entry
+
+    def _tries(self, address: str) -> float:
+        """Return how often an address may fail now."""
+        left, since = self._failed.get(address, (FAILED, 0.0))
+        return min(FAILED, left + (time.monotonic() - since) / FAILED_SECONDS)
 
     async def _next(self, call: Request) -> Response:
         """Wait for a request to the device, and describe it; 204 if none comes."""
@@ -370,6 +435,28 @@ def _numbers(call: Request) -> tuple[int, int, str]:
     return int(words[0]), int(words[1]), call.query_params.get("sha256", "")
 
 
+async def _words(call: Request, *needed: str) -> dict[str, str]:
+    """Read the words that a stranger sends.
+
+    Raises:
+        HTTPException: the body is no table of ASCII texts, lacks one of these, is too large, or comes too slowly.
+    """
+    try:
+        told = parse_json(await asyncio.wait_for(_body(call, LARGEST_LOGIN), LOGIN_SECONDS))
+        if not isinstance(told, dict) or not all(isinstance(word, str) and word.isascii() for word in told.values()):
+            raise ValueError("no texts")
+        return {name: told[name] for name in needed} | told
+    except (ValueError, KeyError, TypeError, TimeoutError) as error:
+        raise HTTPException(400, "the body does not have the words that this call needs") from error
+
+
+def _address(call: Request) -> str:
+    """Return what one caller has alone: an address of IPv4, or a network of IPv6."""
+    address = ip_address((call.client.host if call.client is not None else "::").partition("%")[0])
+    address = getattr(address, "ipv4_mapped", None) or address
+    return str(address if address.version == 4 else ip_network((address, 64), strict=False))
+
+
 async def _body(call: Request, most: int) -> bytes:
     """Read the body of a call, unless it is too large."""
     body, length = bytearray(), call.headers.get("content-length", "0")
@@ -446,8 +533,9 @@ class HubServer:
         queue.tidy()
         keys = Keys(credentials)
         keys.look()
+        self.register = Register(credentials)
         self.seen = [_certificate(credentials)]
-        self.hub = Hub(queue, keys, lambda: self.seen, self.socket.admit, self.socket.end)
+        self.hub = Hub(queue, keys, self.register, lambda: self.seen, self.socket.admit, self.socket.end)
         self.server = _Ending(self._config(self.hub, host, port, tls=True), self.hub)
         self.others: list[uvicorn.Server] = []
 
@@ -472,6 +560,7 @@ class HubServer:
             self.hub.queue.mark(dict.fromkeys(self.hub.online, False))
             self.bell.close()
             self.hub.queue.close()
+            self.register.close()
             self._lock.close()
 
     async def _serve(self) -> None:

@@ -11,6 +11,7 @@ import secrets
 import time
 from binascii import Error as Base64Error
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,10 @@ class PrivateKey:
     Args:
         path: the file, in OpenSSH's format.
 
+    Attributes:
+        public: the public key, in the same format.
+        fingerprint: that of the public key.
+
     Raises:
         RecipeError: the file cannot be read, or holds no key of a kind that polyfed uses.
     """
@@ -86,6 +91,19 @@ class PrivateKey:
         return base64.b64encode(signed).decode()
 
 
+def has_signed(key: Any, text: bytes, signature: str) -> bool:
+    """Return whether the holder of a public key has signed a text; see `PrivateKey.sign`."""
+    try:
+        made = base64.b64decode(signature, validate=True)
+        if isinstance(key, ec.EllipticCurvePublicKey):
+            key.verify(made, text, ec.ECDSA(SHA256()))
+        else:
+            key.verify(made, text)
+        return True
+    except (InvalidSignature, Base64Error, ValueError):
+        return False
+
+
 _NOBODY = ec.generate_private_key(ec.SECP384R1()).public_key()
 
 
@@ -101,10 +119,18 @@ class Keys:
     folder: Path
     known: dict[str, Any] = field(default_factory=dict)
     _read: dict[Path, tuple[tuple[int, int], str]] = field(default_factory=dict)
+    _stamp: int = 0
+
+    def look_if_changed(self) -> None:
+        """Look if a file of the folder has come or gone, so that a revoked key is refused from its next call on."""
+        with suppress(OSError):  # the next look says why
+            if self.folder.stat().st_mtime_ns != self._stamp:
+                self.look()
 
     def look(self) -> None:
         """Read new and changed files, and drop the keys of files that are gone. The log names each key and fault."""
         logger, found = logger_of("hub", "stderr"), dict[Path, tuple[tuple[int, int], str]]()
+        self._stamp = self.folder.stat().st_mtime_ns  # before the look: what changes meanwhile is looked for again
         for path in sorted(self.folder.glob("*.pub")):
             try:
                 stamp = path.stat().st_mtime_ns, path.stat().st_size
@@ -128,16 +154,7 @@ class Keys:
 
     def signed(self, device: str, text: bytes, signature: str) -> bool:
         """Return whether a device has signed a text. It takes as long for a device that is not known."""
-        key = self.known.get(device, _NOBODY)
-        try:
-            made = base64.b64decode(signature, validate=True)
-            if isinstance(key, ec.EllipticCurvePublicKey):
-                key.verify(made, text, ec.ECDSA(SHA256()))
-            else:
-                key.verify(made, text)
-            return device in self.known
-        except (InvalidSignature, Base64Error, ValueError):
-            return False
+        return has_signed(self.known.get(device, _NOBODY), text, signature) and device in self.known
 
 
 class Logins:

@@ -1,4 +1,4 @@
-"""The output of `polyfed app` and of `polyfed check --node`."""
+"""The output of `polyfed app`, of `polyfed check --node`, and of the verbs that let devices join."""
 
 import json
 import time
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -17,6 +17,7 @@ from polyfed.cli.printing.status_tables import job_facts, job_table
 from polyfed.core.errors import RecipeError, command
 from polyfed.core.messages import LABELS
 from polyfed.core.system.files import RESULT
+from polyfed.core.system.log_lines import escaped_lines
 from polyfed.core.tree import SHARED
 from polyfed.deploy.device.recipe_check import Inspection
 from polyfed.deploy.server.hosting import serves
@@ -25,6 +26,9 @@ from polyfed.experiment.checks.check import fixes_of
 from polyfed.privacy.egress.policy import EVERY
 from polyfed.report import REPORT
 from polyfed.report.text_layout import plain_table, stacked, titled
+
+if TYPE_CHECKING:
+    from polyfed.deploy.device.joining import Proposal
 
 
 def run_locally(recipe: Path, folder: Path) -> tuple[dict[str, Any], list[RenderableType]]:
@@ -212,6 +216,30 @@ def device_tables(inspection: Inspection) -> Group:
         why = f"NOT CHECKED: what the recipe would send, because {inspection.unchecked}. Give the device's data: {cure}"
         parts.append(Text(why, "bold red"))
     return stacked(*parts)
+
+
+def proposal_parts(proposal: "Proposal") -> Iterator[RenderableType]:
+    """Yield what the owner of a device reads before it joins. Texts of the server are escaped."""
+    place = proposal.place
+    yield Text(f"the server {proposal.address} is that of the token: authority {proposal.authority[:16]}...")
+    yield Text(f"this device would be number {place.number}, {place.name}")
+    yield device_tables(proposal.inspection)
+    if not place.recipe:
+        yield Text("the server shows no recipe; whatever it runs later can send no more than this")
+    yield Text("this policy is, or will be, a file of yours: change it before the device starts, if less should leave")
+    yield from (Text(escaped_lines(note), "yellow") for note in proposal.notes)
+
+
+def register_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """Return the devices of a server as a table."""
+    from polyfed.deploy.server.registration import moment
+
+    table = plain_table("device", "name", "state", "token until", "joined", "key", left=6)
+    for row in rows:
+        number = "" if row["number"] is None else str(row["number"])
+        times = moment(row["ends"]), moment(row["joined"])
+        table.add_row(number, Text(row["name"]), row["state"], *times, row["key"])
+    return table
 
 
 def device_facts(inspection: Inspection) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from polyfed.core.errors import PolyfedError
 from polyfed.core.system.log_lines import escaped
 from polyfed.deploy.server.run_log import UNFINISHED
 from polyfed.report.text_layout import plain_table, stacked, titled
+from polyfed.transport.connection import DAY, RENEW, WARNED_DAYS
 
 
 def status_tables(told: dict[str, Any]) -> Group:
@@ -33,6 +34,10 @@ def _parts(told: dict[str, Any]) -> list[RenderableType]:
     nodes = told["nodes"]
     head = f"polyfed {told['polyfed']}: {nodes['online']} of {nodes['registered']} devices online"
     parts: list[RenderableType] = [Text(escaped(head), "bold")]
+    left = (float(told["certificate_ends"]) - float(told["time"])) / DAY
+    end = f"the server's certificate ends in {left:.1f} days"
+    if left <= WARNED_DAYS:
+        parts.append(Text(f"{end}, and then no device connects: {RENEW}", "bold red"))
     if told.get("away"):
         away = plain_table("client", "key", left=2)
         for device in told["away"]:

@@ -413,6 +413,8 @@ def main(number: int) -> int:
             last = min(device.connection.contact for device in devices)
             os.utime(contact, (last, last))
             tasks.rest()
+            if monitor is not None:
+                monitor.certificate = min(device.connection.ends for device in devices)
             monitor.wait(1.0) if monitor is not None else stop.wait(1.0)
     finally:
         tasks.close()

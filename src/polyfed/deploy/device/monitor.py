@@ -36,6 +36,9 @@ class DeviceMonitor:
         contact: an open file. Its time of change is the reading of the monotonic clock at the last answer of the
             server, or 0 if the server has not answered yet.
 
+    Attributes:
+        certificate: when the server's certificate ends, in seconds since 1970; 0 if that is not known.
+
     Raises:
         OSError: another process uses the port.
     """
@@ -43,19 +46,21 @@ class DeviceMonitor:
     def __init__(self, port: int, contact: int) -> None:
         from prometheus_client import Counter, Gauge
 
-        self.contact, self.latest = contact, 0.0
+        self.contact, self.latest, self.certificate = contact, 0.0, 0.0
         self.registry = registry()
         self.tasks = Counter(
             "polyfed_device_tasks", "Tasks that have ended, by verdict.", ["verdict"], registry=self.registry
         )
         self.bytes_up = Counter("polyfed_device_bytes_up", "Bytes of the bodies of replies.", registry=self.registry)
-        self.ended, self.answered = (
-            Gauge(f"polyfed_device_last_{name}_timestamp_seconds", text, registry=self.registry)
+        self.ended, self.answered, ends = (
+            Gauge(f"polyfed_device_{name}_timestamp_seconds", text, registry=self.registry)
             for name, text in (
-                ("task", "When the last task ended; 0: none yet."),
-                ("contact", "When the server last answered this device; 0: never."),
+                ("last_task", "When the last task ended; 0: none yet."),
+                ("last_contact", "When the server last answered this device; 0: never."),
+                ("certificate_ends", "When the server's certificate ends, after which no device connects; 0: unknown."),
             )
         )
+        ends.set_function(lambda: self.certificate)
         self.answered.set_function(self.last_contact)
         self.socket = socket.create_server((HOST, port))
 
@@ -108,5 +113,6 @@ class DeviceMonitor:
         contact = self.last_contact()
         connected = time.time() - contact < SILENCE_SECONDS
         told = {"status": "ok" if connected else "no contact with the server"}
-        body = json.dumps(told | {"last_contact": contact, "last_task": self.latest}).encode()
+        facts = {"last_contact": contact, "last_task": self.latest, "certificate_ends": self.certificate}
+        body = json.dumps(told | facts).encode()
         return "200 OK" if connected else "503 Service Unavailable", "application/json", body

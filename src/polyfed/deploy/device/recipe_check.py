@@ -78,7 +78,7 @@ class Inspection:
         return tuple(row for row in self.planned if not row.allowed)
 
 
-def inspect(given: Recipe | str | Path, text: str, overrides: Sequence[str] = ()) -> Inspection:
+def inspect(given: Recipe | str | Path, device: NodeConfig | str, overrides: Sequence[str] = ()) -> Inspection:
     """Check a device's configuration, policy and data against a recipe, with the same rules as on the device.
 
     Without data of the device, the data of the recipe's [data] give the shapes of samples. Features that its source
@@ -87,8 +87,8 @@ def inspect(given: Recipe | str | Path, text: str, overrides: Sequence[str] = ()
     Args:
         given: the recipe of the run, or its path. If this is a path, `recipe_on` reads the file. As on a device, it
             leaves out the parts of the recipe that only the server uses.
-        text: the path of a device's file (`device.toml`, or `device.toml#2` for client 2 of several devices), the path
-            of a policy file, or the configuration itself, as `data="mine.npz" client=0 modalities="a"`.
+        device: its configuration; or the path of a device's file (`device.toml`, or `device.toml#2` for client 2 of
+            several devices), the path of a policy file, or pairs, as `data="mine.npz" client=0 modalities="a"`.
         overrides: values that replace options of the recipe, each as `section.key=value`. They have an effect only if
             `given` is a path.
 
@@ -96,7 +96,7 @@ def inspect(given: Recipe | str | Path, text: str, overrides: Sequence[str] = ()
         NotAllowed: the recipe names code that the device's owner has not allowed. The code was not imported.
         PolyfedError: the configuration, the policy, the data or the recipe is wrong.
     """
-    node = node_from(text) if "=" in text else _of_file(text)
+    node = device if isinstance(device, NodeConfig) else node_from(device) if "=" in device else _of_file(device)
     with only(node.rules.allowance):
         recipe = given if isinstance(given, Recipe) else recipe_on(node, Path(given), overrides)
         used = used_on(recipe)

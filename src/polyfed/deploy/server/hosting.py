@@ -1,10 +1,11 @@
 """Start polyfed's own server, `polyfed server`. Its process serves devices and holds no PyTorch."""
 
+import time
 from pathlib import Path
 from typing import Any
 
 from polyfed.core.errors import RecipeError
-from polyfed.deploy.credentials import SERVER, care_for_certificate, check_server
+from polyfed.deploy.credentials import SERVER, care_for_certificate, check_server, days_left
 from polyfed.deploy.metrics import require_prometheus
 from polyfed.deploy.processes import HOST, ServerPorts, listens
 from polyfed.deploy.server.jobs import Jobs, supervised
@@ -52,9 +53,10 @@ def _add_monitors(hub: HubServer, ports: ServerPorts, statuses: Path) -> None:
 
     def facts() -> dict[str, Any]:
         found = sorted(statuses.glob("*/"), key=lambda one: one.stat().st_mtime, reverse=True)[:SHOWN]
+        ends = {"certificate_ends": time.time() + days_left(hub.credentials) * 24 * 3600}
         jobs = Jobs(hub.credentials)
         shown = [jobs.facts(job) for job in jobs.all()[-SHOWN:]]
-        return {**hub.hub.facts(), "runs": [one.name for one in found], "jobs": shown}
+        return {**hub.hub.facts(), **ends, "runs": [one.name for one in found], "jobs": shown}
 
     token = token_at(hub.credentials / TOKEN)
     if ports.metrics_port:

@@ -6,6 +6,7 @@ a client number keeps this number, and the server refuses the number to all othe
 
 import json
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,8 @@ class Membership:
 
     Args:
         folder: the run folder, which must exist.
+        joined: returns the client number of each device that has joined the server with a token, by the fingerprint of
+            its key. No other device may take such a number, and such a device no other number.
 
     Attributes:
         session: the number of the server's current session. A new session begins each time the server starts. Its
@@ -92,8 +95,8 @@ class Membership:
         CheckpointError: the file in the folder is damaged.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / MEMBERS
+    def __init__(self, folder: Path, joined: Callable[[], Mapping[str, int]] = dict) -> None:
+        self._path, self._joined = folder / MEMBERS, joined
         session, self._devices = self._read()
         self.session: int = max(session + 1, int(time.time() * 1000))
         self.left_out: dict[int, str] = {}
@@ -113,6 +116,8 @@ class Membership:
             return str(error)
         if client in self.left_out:
             return f"client {client} was left out: {self.left_out[client]}"
+        if why := self._not_as_joined(client, device):
+            return why
         number = str(client)
         if own := [taken for taken, known in self._devices.items() if known == device and taken != number]:
             return (
@@ -127,6 +132,21 @@ class Membership:
                 f"client {number} belongs to the device with key {self._devices[number]}, and this one has {device}. "
                 f"Give this device another client number; if it replaces the other one, write its key into {MEMBERS} "
                 "in the run folder"
+            )
+        return ""
+
+    def _not_as_joined(self, client: int, device: str) -> str:
+        """Return why a device that joined with a token has another number, or a number is another such device's."""
+        joined = self._joined()
+        if joined.get(device, client) != client:
+            return (
+                f"the device with key {device} has joined the server as client {joined[device]}, and now says that it "
+                f"is client {client}. Write client = {joined[device]} into its file"
+            )
+        if device not in joined and client in joined.values():
+            return (
+                f"client {client} has joined the server with another key than {device}. Give this device another "
+                "client number, or revoke the other one: polyfed server revoke"
             )
         return ""
 

@@ -92,9 +92,9 @@ def status_of(link: Facts, statuses: Path) -> dict[str, Any]:
     """Return the status of a server and its latest runs.
 
     Args:
-        link: `nodes`, `away` and `runs` (names of the latest runs) of the server. In the result, each device in `away`
-            has the fingerprint of its `key` and, if it has taken part in one of the runs, its number as `client`. Each
-            run has `id`, `state` and `progress`.
+        link: `nodes`, `away`, `certificate_ends` and `runs` (names of the latest runs) of the server. In the result,
+            each device in `away` has the fingerprint of its `key` and, if it has taken part in one of the runs, its
+            number as `client`. Each run has `id`, `state` and `progress`.
         statuses: the folder with the statuses of the runs; see `polyfed.deploy.server.run_log`.
     """
     told = {name: read_status(statuses / name) for name in link.get("runs", ())}
@@ -113,6 +113,8 @@ def metrics_of(status: Facts) -> bytes:
     made, nodes = registry(), status["nodes"]
     for name, text in (("registered", "Devices whose public key is registered."), ("online", "Devices connected.")):
         Gauge(f"polyfed_nodes_{name}", text, registry=made).set(float(nodes[name]))
+    ends = Gauge("polyfed_certificate_ends_timestamp_seconds", "When the server's certificate ends.", registry=made)
+    ends.set(float(status["certificate_ends"]))
     label = ["run"]
     gauges = {name: Gauge(f"polyfed_run_{name}", text, label, registry=made) for name, text in RUN_NUMBERS.items()}
     counts = {name: Counter(f"polyfed_run_{name}", text, label, registry=made) for name, text in RUN_COUNTS.items()}

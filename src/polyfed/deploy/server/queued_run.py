@@ -15,6 +15,7 @@ from polyfed.experiment.recipes.recipe import load_recipe
 from polyfed.experiment.running.loop import execute
 from polyfed.experiment.running.warm_start import APP_COPY
 from polyfed.transport.queue import Queue
+from polyfed.transport.tokens import Register
 
 
 def run_here(
@@ -42,12 +43,14 @@ def run_here(
     os.environ[STATUS_FOLDER] = str((credentials / RUNS).absolute())
     model = app / APP_COPY
     texts = (app / RECIPE).read_text(encoding="utf-8"), model.read_text(encoding="utf-8") if model.exists() else ""
-    transport = QueueTransport(queue=Queue(credentials / "queue"), app=packed(*texts))
+    register = Register(credentials)
+    transport = QueueTransport(queue=Queue(credentials / "queue"), app=packed(*texts), joined=register.numbers)
     try:
         begun(transport.identity)
         serve(app / RECIPE, transport, config, execute)
     finally:
         transport.end()
+        register.close()
     return out
 
 

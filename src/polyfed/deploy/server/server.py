@@ -141,7 +141,7 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, str], execute:
         records = Records(out, resume=True, audit=AuditLog(out))
         emit = Emitter(listeners)
         with only_server(out):
-            members = Membership(out)
+            members = Membership(out, transport.joined)
             transport.vet, transport.limit = members.refusal, recipe.deployment.message_megabytes * MEGABYTE
             transport.rounds_left = max(recipe.rounds - newest(records.checkpoints), 1)
             transport.run = str(records.facts().get("run", "")) if records.begun else ""

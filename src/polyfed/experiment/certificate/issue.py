@@ -33,6 +33,7 @@ from polyfed.core.system.files import (
     replace_text,
 )
 from polyfed.core.system.json_and_toml import parse_json
+from polyfed.engines.protocol import MOST_UNANSWERED
 from polyfed.experiment.results.round_facts import versions
 from polyfed.experiment.running.lock import alone_in
 from polyfed.federation.secure_aggregation import messages as secure
@@ -227,7 +228,8 @@ def _clients(
     receipts, facts = _table(folder.path / RECEIPTS), {one["id"]: one for one in folder.facts.get("clients", ())}
     for client in sorted({*known, *asked, *devices}):
         own = known.get(client, ClientLedger())
-        agreed = own.without(own.unanswered)
+        left = own.unanswered[:MOST_UNANSWERED]
+        agreed = own.without(left)
         yield {
             "client": client,
             "name": names.get(devices.get(client, ""), str(facts.get(client, {}).get("name", ""))),
@@ -239,7 +241,7 @@ def _clients(
             "rounds": asked[client],
             "epsilon": _epsilon(folder, asked[client]),
             "answered": {"rows": len(agreed.rows), "root": agreed.root},
-            "unanswered": [list(place) for place in own.unanswered],
+            "unanswered": [list(place) for place in left],
             "receipt": receipts.get(str(client)),
         }
 

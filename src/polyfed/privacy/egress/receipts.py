@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
 
 from polyfed.core.errors import DataError
 from polyfed.core.system.files import AUDIT
@@ -35,6 +38,60 @@ APART = ("time", "previous", "device_seal")
 
 RECEIPT = b"polyfed receipt 1\n"
 """What the signed text of a receipt begins with, so that no other signature of the key passes for one."""
+
+
+STRICT = ConfigDict(extra="forbid", strict=True)
+
+Digest = Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]
+
+
+@with_config(STRICT)
+class Said(TypedDict):
+    """What a device signs. Another machine wrote it, so every part has one form."""
+
+    run: Annotated[str, Field(max_length=200)]
+    client: int
+    rows: Annotated[int, Field(ge=0, lt=2**53)]
+    root: Digest
+    unanswered: list[list[int]]
+    policy: Digest
+    time: Annotated[str, Field(max_length=40)]
+
+
+@with_config(STRICT)
+class Tie(TypedDict):
+    """What the key of a device signs about that of its log."""
+
+    key: Annotated[str, Field(max_length=4000)]
+    signature: Annotated[str, Field(max_length=4000)]
+
+
+@with_config(STRICT)
+class Receipt(TypedDict):
+    """A receipt with its signatures, as it travels and as a certificate holds it."""
+
+    receipt: Said
+    key: Annotated[str, Field(max_length=100)]
+    signature: Annotated[str, Field(max_length=200)]
+    tie: NotRequired[Tie]
+
+
+_RECEIPT: TypeAdapter[Any] = TypeAdapter(Receipt)
+
+
+def receipt_in(header: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the receipt in the header of a device's answer.
+
+    Raises:
+        ValueError: it has not the form of one.
+    """
+    told = {name: header[name] for name in ("receipt", "key", "signature", "tie") if name in header}
+    try:
+        _RECEIPT.validate_python(told)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise ValueError(f"its receipt has another form: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    return told
 
 
 @dataclass(frozen=True)

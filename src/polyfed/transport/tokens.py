@@ -1,0 +1,416 @@
+"""Join tokens, and the register of the devices that may join a server and of those that have.
+
+A token tells a new device where the server is, by what it recognises the server, and a secret that registers one public
+key. Whoever holds the token can join in the device's place, so it is short-lived, and its first key uses it up. The
+server stores the SHA-256 of the secret alone: a secret has 128 random bits, which nobody finds from its digest.
+"""
+
+import base64
+import hashlib
+import os
+import re
+import secrets
+import sqlite3
+import time
+from binascii import Error as Base64Error
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
+
+from polyfed.core.errors import RecipeError, command, did_you_mean
+from polyfed.core.system.files import sync, without_links
+from polyfed.transport.connection import host_and_port
+from polyfed.transport.logins import fingerprint
+
+PREFIX = "polyfed-join-"
+"""The beginning of every token, by which people and scanners for leaked secrets know one."""
+
+VERSION, CHECK, AUTHORITY, SECRET = 1, 4, 32, 16
+"""The version of tokens, and the bytes of their checksum, of the authority's fingerprint and of the secret."""
+
+HOURS, MOST_HOURS = 24.0, 24.0 * 30
+"""Hours for which a token is valid, and the most that an operator may give it."""
+
+_ADDRESS = re.compile(r"[A-Za-z0-9._:\[\]-]{1,300}")
+"""The letters of `host:port`; nothing else reaches a file or the terminal of a device."""
+
+NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
+"""Names of devices: that of its key's file, so no dot and no slash, and no number, which could be another device's."""
+
+MOST_NUMBER = 10**6
+"""Client numbers of devices that join are below this."""
+
+LARGEST_RECIPE = 2**20
+"""Largest size in bytes of the recipe that a server shows to new devices."""
+
+LARGEST_KEY = 1000
+"""Longest public key of a kind that polyfed takes, in characters; that of ECDSA P-521 has 268."""
+
+REGISTER = "devices.sqlite3"
+"""The register's file, in the folder of the credentials."""
+
+LOCK_SECONDS = 10.0
+"""How long a write waits for that of another process."""
+
+
+@dataclass(frozen=True)
+class JoinToken:
+    """What a new device must know of its server.
+
+    Attributes:
+        address: `host:port` of the server.
+        authority: SHA-256 of `ca.pem`.
+        secret: registers one key.
+    """
+
+    address: str
+    authority: bytes
+    secret: bytes
+
+    def text(self) -> str:
+        """Return the token as people copy it: one word, with a checksum."""
+        told = bytes([VERSION]) + self.authority + self.secret + self.address.encode("ascii")
+        return PREFIX + base64.urlsafe_b64encode(_check(told) + told).decode().rstrip("=")
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """Read a token. Blanks and line breaks, which a mail may add, do not count.
+
+        Raises:
+            RecipeError: it is none, or it was mistyped or cut short.
+        """
+        word = "".join(text.split())
+        if not word.startswith(PREFIX):
+            raise RecipeError(
+                f"this is no join token, which begins with {PREFIX}. `polyfed server token DIR` makes one"
+            )
+        wrong = RecipeError(
+            "the token is mistyped or cut short: its checksum is wrong. Copy it once more, from its beginning "
+            f"{PREFIX} to its end"
+        )
+        try:
+            body = word.removeprefix(PREFIX)
+            whole = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
+            told = whole[CHECK:]
+            start = 1 + AUTHORITY + SECRET
+            address = told[start:].decode("ascii")
+            if _check(told) != whole[:CHECK] or len(told) <= start:
+                raise wrong
+        except (Base64Error, ValueError):
+            raise wrong from None
+        if told[0] != VERSION:
+            raise RecipeError("the token is of another version of polyfed; install that of the server")
+        if not _ADDRESS.fullmatch(address):
+            raise RecipeError(f"the token names {address!r}, which is no address of a server")
+        host_and_port(address)
+        made = cls(address, told[1 : 1 + AUTHORITY], told[1 + AUTHORITY : start])
+        if made.text() != word:
+            raise wrong
+        return made
+
+
+def _check(told: bytes) -> bytes:
+    return hashlib.sha256(b"polyfed join token\n" + told).digest()[:CHECK]
+
+
+def digest_of(secret: bytes) -> str:
+    """Return what the server stores of a secret."""
+    return hashlib.sha256(b"polyfed join secret\n" + secret).hexdigest()
+
+
+def joining_text(secret: bytes, certificate: bytes) -> bytes:
+    """Return what a device signs to join: it has the private key, and joins this server and no other.
+
+    Args:
+        certificate: the server's certificate, DER.
+    """
+    return f"polyfed join\n{digest_of(secret)}\n{hashlib.sha256(certificate).hexdigest()}".encode()
+
+
+OPEN, JOINED, LATE, WITHDRAWN, REVOKED = "open", "joined", "late", "withdrawn", "revoked"
+"""The states of a device in the register: its token waits, its key is registered, nobody used its token in time, the
+operator withdrew its token, or revoked its key."""
+
+
+class Entry(NamedTuple):
+    """A device in the register.
+
+    Attributes:
+        token: SHA-256 of the secret of its token.
+        number: its client number.
+        name: its name, that of the file of its key.
+        ends: when its token ends, in seconds since 1970.
+        key: fingerprint of its key; "" if it has not joined.
+        joined: when it joined; 0 if it has not.
+        ended: when its token or its key was revoked; 0 if it was not.
+    """
+
+    token: str
+    number: int
+    name: str
+    ends: float
+    key: str = ""
+    joined: float = 0.0
+    ended: float = 0.0
+
+    @property
+    def state(self) -> str:
+        """One of the states; by the server's clock alone."""
+        if self.ended:
+            return REVOKED if self.key else WITHDRAWN
+        return JOINED if self.key else LATE if time.time() > self.ends else OPEN
+
+    def facts(self) -> dict[str, Any]:
+        """What `--json` prints of it: nothing that lets anybody join."""
+        told = {name: value for name, value in self._asdict().items() if name != "token"}
+        return {**told, "state": self.state}
+
+
+class NotJoined(Exception):
+    """The server registers no key for this call. The text is one of the words of `polyfed.transport.joining.WHY`."""
+
+
+_FIELDS = ", ".join(Entry._fields)
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS devices (
+    token TEXT PRIMARY KEY, number INTEGER NOT NULL, name TEXT NOT NULL, ends REAL NOT NULL, key TEXT NOT NULL,
+    joined REAL NOT NULL, ended REAL NOT NULL
+);
+CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+"""
+
+
+class Register:
+    """The register of a server. The web server and the commands of its operator use it at the same time.
+
+    Args:
+        folder: the credentials; the public keys `NAME.pub` lie there, and this file decides nothing about a key: one
+            whose file is gone is revoked, and one that an operator adds without a token is registered.
+
+    Raises:
+        RecipeError: the register is damaged, or this user cannot write it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.path = folder, folder / REGISTER
+        try:
+            os.close(without_links(str(self.path), os.O_RDWR | os.O_CREAT, 0o600))  # only this user reads it
+            self._rows = sqlite3.connect(self.path, LOCK_SECONDS, isolation_level=None, check_same_thread=False)
+            self._rows.executescript(_SCHEMA)
+        except (OSError, sqlite3.Error) as error:
+            raise RecipeError(f"{self.path} cannot be used: {error}. Restore it from a copy") from None
+
+    def close(self) -> None:
+        """Close the file."""
+        self._rows.close()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep every other process from writing meanwhile, and undo all if the block fails."""
+        self._rows.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._rows.execute("ROLLBACK")
+            raise
+        self._rows.execute("COMMIT")
+
+    def entries(self) -> list[Entry]:
+        """Return all devices by number, the newest last."""
+        return [self._entry(row) for row in self._rows.execute(f"SELECT {_FIELDS} FROM devices ORDER BY number, rowid")]
+
+    def _entry(self, row: Any) -> Entry:
+        """Return the entry of a row; revoked if the file of its key is gone, which an operator may have deleted."""
+        entry = Entry(*row)
+        gone = entry.key and not entry.ended and not self._key(entry.name).exists()
+        return entry._replace(ended=entry.joined) if gone else entry
+
+    def numbers(self) -> dict[str, int]:
+        """Return the number of each device that has joined, by the fingerprint of its key."""
+        return {one.key: one.number for one in self.entries() if one.state == JOINED}
+
+    # what the operator does
+
+    def address(self, new: str = "") -> str:
+        """Return where devices reach the server, or "" if nobody has said so; keep a new address."""
+        if new:
+            host_and_port(new)
+            self._rows.execute("INSERT OR REPLACE INTO settings VALUES ('address', ?)", (new,))
+        row = self._rows.execute("SELECT value FROM settings WHERE name = 'address'").fetchone()
+        return "" if row is None else str(row[0])
+
+    def issue(self, name: str = "", number: int | None = None, hours: float = HOURS) -> tuple[bytes, Entry]:
+        """Make the secret of a new device. A token of the same number that has ended gives way to it.
+
+        Args:
+            name: its name; "" for `device-NUMBER`.
+            number: its client number; None for the lowest that nobody has.
+            hours: how long the token is valid.
+
+        Raises:
+            RecipeError: the name, the number or the time is not allowed, or another device has the name or number.
+        """
+        if not 0 < hours <= MOST_HOURS:
+            raise RecipeError(f"--hours {hours:g}: a token is valid for more than 0 and at most {MOST_HOURS:g} hours")
+        if number is not None and not 0 <= number < MOST_NUMBER:
+            raise RecipeError(f"--number {number}: clients are numbered from 0, and below {MOST_NUMBER:,}")
+        check_name(name or "device")
+        secret = secrets.token_bytes(SECRET)
+        with self._alone():
+            taken = [one for one in self.entries() if one.state in (OPEN, JOINED)]
+            used = {one.number for one in taken}
+            number = next(n for n in range(len(used) + 1) if n not in used) if number is None else number
+            entry = Entry(digest_of(secret), number, name or f"device-{number}", time.time() + 3600 * hours)
+            for one in taken:
+                if (clash := one.number == number) or one.name == entry.name:
+                    what = f"number {number}" if clash else f"name {one.name}"
+                    raise RecipeError(
+                        f"the {what} is that of {_who(one)}. Choose another, or first: "
+                        f"{command('server', 'revoke', self.folder, one.name)}"
+                    )
+            if os.path.lexists(self._key(entry.name)):
+                raise RecipeError(
+                    f"{self._key(entry.name)} is the key of another device. Choose another name, or first: "
+                    f"{command('server', 'revoke', self.folder, entry.name)}"
+                )
+            marks = ", ".join("?" * len(entry))
+            self._rows.execute(f"INSERT INTO devices VALUES ({marks})", entry)
+        return secret, entry
+
+    def revoke(self, who: str) -> Entry | str:
+        """Take a device's key away, or withdraw its token. It is refused from its next call on.
+
+        Args:
+            who: its number, its name, or the name of the file of a key that has joined without a token.
+
+        Returns:
+            The device, or the name of a key without an entry.
+
+        Raises:
+            RecipeError: there is no such device.
+        """
+        with self._alone():
+            mine = [one for one in self.entries() if one.state in (OPEN, LATE, JOINED)]
+            found = next((one for one in reversed(mine) if who in (one.name, str(one.number))), None)
+            files = {path.stem: path for path in self.folder.glob("*.pub")}
+            name = found.name if found is not None else who
+            if found is None and name not in files:
+                known = {*files, *(one.name for one in mine)}
+                raise RecipeError(f"{self.folder} has no device '{who}'; {did_you_mean(who, known)}")
+            if found is not None:
+                self._rows.execute("UPDATE devices SET ended = ? WHERE token = ?", (time.time(), found.token))
+            if name in files and (found is None or found.key):
+                files[name].unlink(missing_ok=True)
+                sync(self.folder)
+        return name if found is None else found._replace(ended=time.time())
+
+    # what the web server does
+
+    def find(self, secret: bytes, key: str = "") -> Entry:
+        """Return the device whose token has a secret.
+
+        Args:
+            key: fingerprint of the key that asks. That of the key which has used the token up may ask again, because
+                the answer may have been lost.
+
+        Raises:
+            NotJoined: no token has this secret, or it is late, revoked or used up.
+        """
+        row = self._rows.execute(f"SELECT {_FIELDS} FROM devices WHERE token = ?", (digest_of(secret),)).fetchone()
+        if row is None:
+            raise NotJoined("unknown")
+        entry = self._entry(row)
+        if entry.state == OPEN or (entry.state == JOINED and entry.key == key):
+            return entry
+        raise NotJoined({JOINED: "used", LATE: "late"}.get(entry.state, "revoked"))
+
+    def enter(self, secret: bytes, line: bytes, known: bool) -> Entry:
+        """Register the key of a device.
+
+        Args:
+            secret: that of its token.
+            line: its public key, from `public_line`.
+            known: whether the server knows this key already.
+
+        Raises:
+            NotJoined: see `find`; or the key is that of another device, or a file has the name.
+            OSError: the key cannot be written; then the token is unused.
+        """
+        key, now = fingerprint(line), time.time()
+        with self._alone():  # two that hold one token come one after the other
+            entry = self.find(secret, key)
+            path = self._key(entry.name)
+            own = path.is_file() and not path.is_symlink() and path.read_bytes() == line
+            if entry.key and own:
+                return entry
+            if entry.key:  # its file was replaced
+                raise NotJoined("revoked")
+            if (known and not own) or any(one.key == key and one.state == JOINED for one in self.entries()):
+                raise NotJoined("known")
+            if not own:  # a server that was killed between the file and the row goes on here
+                self._write(path, line)
+            self._rows.execute("UPDATE devices SET key = ?, joined = ? WHERE token = ?", (key, now, entry.token))
+        return entry._replace(key=key, joined=now)
+
+    def _key(self, name: str) -> Path:
+        return self.folder / f"{name}.pub"
+
+    def _write(self, path: Path, line: bytes) -> None:
+        """Write a public key whole, and over no other file.
+
+        Raises:
+            NotJoined: a file has its name.
+        """
+        draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        try:
+            with open(draft, "xb", opener=without_links) as file:
+                file.write(line)
+            sync(draft)
+            os.link(draft, path)
+        except FileExistsError:
+            raise NotJoined("name") from None
+        finally:
+            with suppress(OSError):
+                draft.unlink()
+        sync(self.folder)
+
+
+def _who(entry: Entry) -> str:
+    told = "has joined" if entry.state == JOINED else "has an open token"
+    return f"device {entry.number}, {entry.name}, which {told}"
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that may not be that of a device.
+
+    Raises:
+        RecipeError: it is not made of at most 64 letters, digits, `-` and `_`, or begins with no letter.
+    """
+    if not NAME.fullmatch(name):
+        raise RecipeError(
+            f"--name {name!r}: a name has at most 64 letters, digits, - and _, and begins with a letter, as hospital-a"
+        )
+
+
+def public_line(text: str) -> tuple[bytes, Any]:
+    """Return a public key as the server writes it, without comments and options, and the key itself.
+
+    Raises:
+        ValueError: it is no key of a kind that polyfed takes.
+    """
+    if len(text) > LARGEST_KEY or not text.isascii():
+        raise ValueError("a key is shorter")
+    try:
+        key = load_ssh_public_key(text.encode())
+    except (UnsupportedAlgorithm, NotImplementedError) as error:  # a compressed point
+        raise ValueError(str(error)) from None
+    if not isinstance(key, ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey):
+        raise ValueError(f"a key of type {type(key).__name__}")
+    return key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH), key
