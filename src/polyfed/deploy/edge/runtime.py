@@ -69,6 +69,7 @@ from polyfed.privacy.egress.contents import contents
 from polyfed.privacy.egress.ledger import TO_CLIENT, Entry, Ledger, lines
 from polyfed.privacy.egress.policy import Policy
 from polyfed.transport.queue import Queue
+from polyfed.transport.tokens import Register
 
 DEVICES = "devices.json"
 """The file in the edge's state folder with what its devices told when they enrolled, and with their keys."""
@@ -150,7 +151,7 @@ class AtEdge:
         """Yield the transport to the devices, and the number of a new session."""
         folder = edge.node.folder
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        members = Membership(folder)
+        members = Membership(folder, Register(Path(edge.credentials)).numbers)
 
         def vet(packet: Packet, device: str) -> str:
             if packet.header.get("silo") != edge.silo:
