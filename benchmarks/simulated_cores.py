@@ -121,7 +121,7 @@ class Measured:
 
 def timed_jobs() -> None:
     """Let worker processes that start from now on report the processor time of each job."""
-    run = worker_process._run
+    run = worker_process.run
 
     def timed(engine: Any, job: worker_process.Job, *memory: Any) -> worker_process.Done:
         started = time.process_time()
@@ -129,7 +129,7 @@ def timed_jobs() -> None:
         done.events.append(("job", {"units": job.units, "seconds": time.process_time() - started}))
         return done
 
-    worker_process._run = timed
+    worker_process.run = timed
 
 
 def clocked(ours: Ours) -> tuple[float, float]:

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -248,6 +250,16 @@ def test_a_cluster_without_a_free_core_ends_the_run(nodes: Any, monkeypatch: pyt
             ray.kill(one)
 
 
+def test_a_cluster_whose_nodes_are_all_too_small_ends_the_run_at_once(
+    nodes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "CONNECT_SECONDS", 0.1)
+    began = time.monotonic()
+    with refuses(RecipeError, "engine.cluster: has 2 CPU"):
+        played(on_ray(recipe(algorithm("fedavg")), threads=2))
+    assert time.monotonic() - began < cluster.START_SECONDS / 2
+
+
 STUDY = """seeds = [1, 2]
 recipe = "recipe.toml"
 set.rounds = 12
@@ -315,6 +327,69 @@ def test_a_study_needs_a_folder_that_all_nodes_see(nodes: Any, study: Path, monk
     monkeypatch.setattr(cluster, "_exists", lambda path: False)
     with refuses(RecipeError, "nodes share"):
         polyfed.sweep(study, study.parent / "there", ray="")
+
+
+def test_a_head_that_has_ended_ends_the_run_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of Ray would wait for a minute, and then end this process."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    there = cluster.Cluster()
+    there._ray = SimpleNamespace(
+        wait=lambda pending, **_: ([], pending),
+        is_initialized=lambda: True,
+    )
+    there._ours, there._head = True, f"127.0.0.1:{port}"
+    with refuses(RecipeError, f"engine.cluster: 127.0.0.1:{port}"):
+        there.wait(["job"])
+    there.kill("actor")  # neither calls Ray
+    there.close()
+    assert there.lost
+
+
+@pytest.fixture
+def table(study: Path) -> Path:
+    """The data of a study with a single run."""
+    draw, path = np.random.default_rng(1), study.parent / "data.npz"
+    np.savez(path, a=draw.normal(size=(80, 3)), b=draw.normal(size=(80, 3)), label=np.arange(80) % 2)
+    data = f'data = {{ name = "npz", path = "{path}", modalities = ["a", "b"], test_share = 0.2 }}'
+    (study.parent / "recipe.toml").write_text(RECIPE.replace('data.name = "toy"', data))
+    study.write_text('seeds = [1]\nrecipe = "recipe.toml"\n[methods.fedavg]\n')
+    return path
+
+
+@pytest.mark.parametrize(
+    ("size", "words"), [(cluster.UNREADABLE, "data.path: cannot read"), (3, "data.path: 3 instead")]
+)
+def test_a_study_needs_data_that_all_nodes_read(
+    nodes: Any, study: Path, table: Path, monkeypatch: pytest.MonkeyPatch, size: int, words: str
+) -> None:
+    here = os.getpid()
+    monkeypatch.setattr(cluster, "_size_at", lambda path: 9 if os.getpid() == here else size)
+    with refuses(RecipeError, words) as refused:
+        polyfed.sweep(study, study.parent / "there", ray="")
+    assert str(table) in str(refused.value)
+
+
+def test_a_run_that_fails_on_a_node_names_the_node(nodes: Any, study: Path, table: Path) -> None:
+    def listen(event: str, board: Any) -> None:
+        if event == "sweep-started":
+            table.unlink()
+
+    frame = polyfed.sweep(study, study.parent / "there", ray="", listeners=[listen])
+    assert frame["why"][0].startswith(f"on node {nodes.head_node.node_ip_address}: DataError")
+
+
+def test_a_cluster_of_another_release_is_refused_with_both_releases(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**_: Any) -> None:
+        raise RuntimeError(
+            "Version mismatch: The cluster was started with:\n    Ray: 2.40.0\nThis process:\n    Ray: 2.55.1"
+        )
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    with refuses(RecipeError, "2.40.0") as refused:
+        cluster.Cluster().connect()
+    assert "Ray: 2.55.1" in str(refused.value)
 
 
 def test_a_machine_without_ray_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

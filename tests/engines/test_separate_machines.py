@@ -4,12 +4,8 @@ The server is reached by its name, over a bridge. Nothing but the tokens is carr
 """
 
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Iterator
@@ -21,7 +17,7 @@ import pytest
 pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
 from engines.federations import PATIENCE, rows, until
-from polyfed.deploy.processes import groups_of, lives, signal_group
+from engines.machines import Machines
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -52,82 +48,10 @@ def blocks() -> list[Block]:
     return found
 
 
-class Machines:
-    """Network namespaces on one bridge, with a folder each."""
-
-    def __init__(self, folder: Path) -> None:
-        self.mark = f"pf{os.getpid() % 100_000}"
-        self.folders = {name: folder / name.replace(" ", "-") for name in ADDRESSES}
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self.log = folder / "log"
-
-    def space(self, name: str) -> str:
-        return f"{self.mark}-{name.replace(' ', '')}"
-
-    def up(self) -> None:
-        bridge = self.space(SERVER)
-        for name, address in ADDRESSES.items():
-            space, inner = self.space(name), "eth0"
-            ip("netns", "add", space)
-            ip("-n", space, "link", "set", "lo", "up")
-            hosts = Path("/etc/netns") / space
-            hosts.mkdir(parents=True)
-            (hosts / "hosts").write_text(f"127.0.0.1 localhost\n{ADDRESSES[SERVER]} server.example.org\n")
-            (hosts / "resolv.conf").write_text("")
-            self.folders[name].mkdir()
-            if name == SERVER:
-                ip("-n", space, "link", "add", "bridge", "type", "bridge")
-                ip("-n", space, "addr", "add", f"{address}/24", "dev", "bridge")
-                ip("-n", space, "link", "set", "bridge", "up")
-                continue
-            port = f"p{name[-1]}"
-            ip("-n", bridge, "link", "add", port, "type", "veth", "peer", "name", inner, "netns", space)
-            ip("-n", bridge, "link", "set", port, "master", "bridge", "up")
-            ip("-n", space, "addr", "add", f"{address}/24", "dev", inner)
-            ip("-n", space, "link", "set", inner, "up")
-
-    def down(self) -> None:
-        groups = {group for process in self.processes for group in groups_of(process.pid)}
-        for how in (signal.SIGTERM, signal.SIGKILL):
-            for group in groups:
-                signal_group(group, how)
-            end = time.monotonic() + 5.0
-            while time.monotonic() < end and any(lives(group) for group in groups):
-                [process.poll() for process in self.processes]
-                time.sleep(0.1)
-        for name in reversed(ADDRESSES):
-            subprocess.run(["ip", "netns", "del", self.space(name)], capture_output=True, check=False)
-            shutil.rmtree(Path("/etc/netns") / self.space(name), ignore_errors=True)
-
-    def start(self, machine: str, text: str) -> "subprocess.Popen[bytes]":
-        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-        environment = dict(os.environ) | {"PATH": path, "OMP_NUM_THREADS": "1"}
-        words = ["ip", "netns", "exec", self.space(machine), "bash", "-ec", text]
-        with self.log.open("ab") as log:
-            process = subprocess.Popen(
-                words, cwd=self.folders[machine], env=environment, stdout=log, stderr=log, start_new_session=True
-            )
-        self.processes.append(process)
-        return process
-
-    def told(self) -> str:
-        return self.log.read_text(errors="replace")
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
-
-
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[Machines]:
-    made = Machines(tmp_path)
-    try:
-        made.up()
-    except (OSError, subprocess.CalledProcessError) as error:
-        made.down()
-        pytest.skip(f"no network namespaces can be made here: {getattr(error, 'stderr', error)}")
-    yield made
-    made.down()
+    with Machines(tmp_path, ADDRESSES, {"server.example.org": ADDRESSES[SERVER]}) as made:
+        yield made
 
 
 def tokens(machines: Machines) -> dict[str, str]:

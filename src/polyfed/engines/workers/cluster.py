@@ -12,8 +12,10 @@ import re
 import socket
 import sys
 import tempfile
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,13 @@ LARGE = 2**20
 CONNECT_SECONDS, START_SECONDS = 10.0, 60.0
 """How long polyfed waits for the address of a cluster, and for the facts of its nodes or the start of an actor."""
 
+LOOK_SECONDS = 2.0
+"""How often polyfed looks whether the head of the cluster still answers. Ray itself would end this process, after a
+minute and without a sentence."""
+
+UNREADABLE = -1
+"""The size of a file that a node cannot read."""
+
 STORE_SHARE = 0.8
 """Share of a node's object store that the data may take. Messages and replies need the rest."""
 
@@ -50,12 +59,18 @@ class Cluster:
     Args:
         address: `HOST:PORT` of the cluster's head. If empty, the variable RAY_ADDRESS, the cluster of this machine, or
             a new one with all cores of this machine.
+
+    Attributes:
+        lost: whether the head has ended. A call of Ray would then wait for it.
     """
 
     def __init__(self, address: str = "") -> None:
         self.address = address
         self._ray: Any = None
+        self._head = ""  # HOST:PORT of the head
         self._ours = False  # whether this object has connected to the cluster, and disconnects at the end
+        self._seen = 0.0  # when the head last answered
+        self.lost = False
         self._once: tuple[NDArray[np.uint8], Any] | None = None
         self._payload: Any = None
 
@@ -68,7 +83,9 @@ class Cluster:
         Raises:
             RecipeError: Ray is missing or refuses, or a node cannot do its part; the text names the node.
         """
-        if self._payload is None:
+        if self._payload is not None:
+            self.refuse_lost_head()
+        else:
             self.connect()
             self._refuse_nodes(size_of(engine.population.columns, engine.initial), device)
             self._options = {"num_cpus": max(1, threads), "scheduling_strategy": "SPREAD"}
@@ -93,6 +110,7 @@ class Cluster:
             ) from error
         self._ray = ray
         if ray.is_initialized():
+            self._head = str(ray.get_runtime_context().gcs_address)
             return ray
         address = self.address or os.environ.get("RAY_ADDRESS", "")
         host, _, port = address.rpartition(":")
@@ -104,12 +122,61 @@ class Cluster:
                 ray.init(address=address or None, logging_level=logging.ERROR, log_to_driver=True)
         except (OSError, RuntimeError, ValueError) as error:
             where = f"the cluster at {address}" if address else "a cluster on this machine"
+            why = " ".join(str(error).split())[:400]  # all its lines: they name both releases
             raise RecipeError(
-                f"Ray: {where} does not take this process: {in_short(error)}. Compare `ray status` on its head with "
+                f"Ray: {where} does not take this process: {why}. Compare `ray status` on its head with "
                 "the address, and install the same versions of Ray and Python everywhere"
             ) from error
-        self._ours = True
+        self._ours, self._head = True, str(ray.get_runtime_context().gcs_address)
         return ray
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Say what has ended if a call of Ray in this block loses its connection.
+
+        Raises:
+            RecipeError: the head of the cluster has ended, or Ray on this machine.
+        """
+        try:
+            yield
+        except OSError as error:
+            self.lost = True
+            raise RecipeError(
+                f"Ray: the head of the cluster at {self._head}, or Ray on this machine, has ended ({error}). Start it "
+                "again with `ray start`, and the other nodes, and repeat the command; a run continues with --resume",
+                ("engine", "cluster"),
+            ) from error
+
+    def refuse_lost_head(self) -> None:
+        """Refuse to go on if the head of the cluster does not answer; look no more often than each `LOOK_SECONDS`.
+
+        Raises:
+            RecipeError: the head has ended.
+        """
+        if time.monotonic() < self._seen + LOOK_SECONDS:
+            return
+        host, _, port = self._head.rpartition(":")
+        with self.explained():
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+        self._seen = time.monotonic()
+
+    def refuse_unread(self, path: Path) -> None:
+        """Refuse the cluster if a node cannot read this file or folder of data, or has a file of another size there.
+
+        Raises:
+            RecipeError: all faults of all nodes.
+        """
+        nodes, here, faults = self._alive(), _size_at(str(path)), []
+        for node, size in zip(nodes, self._ask(nodes, _size_at, str(path)), strict=True):
+            if isinstance(size, int) and size != here:
+                other = f"has another file ({size} instead of {here} bytes) at"
+                how = "cannot read" if size == UNREADABLE else other
+                faults.append(f"node {node['NodeManagerAddress']} {how} {path}")
+        if faults:
+            raise RecipeError(
+                f"[data] path: {'; '.join(faults)}. Put the data on a disk that all nodes share, or copy it to each",
+                ("data", "path"),
+            )
 
     def refuse_folder(self, folder: Path) -> None:
         """Refuse the cluster if a node has other versions, or does not see a folder of this machine.
@@ -214,7 +281,9 @@ class Cluster:
             RecipeError: at least one must start, and none did.
         """
         ray, need = self._ray, self._options
-        kind, each = ("GPU", 1) if "num_gpus" in need else ("CPU", need["num_cpus"])
+        kind, each = ("GPU", 1) if "num_gpus" in need else ("CPU", max(1, self._arguments[0]))
+        if none_yet:
+            self._refuse_nothing(kind, each)
         free = int(ray.available_resources().get(kind, 0) // each)
         num = max(min(num, free), 1 if none_yet else 0)
         made = [ray.remote(Actor).options(**need).remote(self._payload, *self._arguments) for _ in range(num)]
@@ -237,37 +306,70 @@ class Cluster:
             )
         return started
 
+    def _refuse_nothing(self, kind: str, each: int) -> None:
+        """Wait a moment for a node that is large enough for a worker.
+
+        Raises:
+            RecipeError: the cluster has none, however busy its nodes are.
+        """
+        end = time.monotonic() + CONNECT_SECONDS
+        while not any(node["Resources"].get(kind, 0) >= each for node in self._alive()):
+            if time.monotonic() > end:
+                left = ", ".join(node["NodeManagerAddress"] for node in self._alive()) or "none"
+                raise RecipeError(
+                    f"[engine] cluster = 'ray': no node of the cluster has {each} {kind}(s) for a worker; nodes that "
+                    f"are left: {left}. Add nodes with `ray start --address=...`, and continue with --resume",
+                    ("engine", "cluster"),
+                )
+            time.sleep(0.2)
+
     def once(self, content: NDArray[np.uint8]) -> Any:
         """Return a reference to an array. Ray sends the array once to each node, however many actors read it."""
         if self._once is None or self._once[0] is not content:
-            self._once = content, self._ray.put(content)
+            with self.explained():
+                self._once = content, self._ray.put(content)
         return self._once[1]
 
     def wait(self, pending: Sequence[Any]) -> set[Any]:
-        """Wait until some of these calls have ended, well or not, and return them."""
-        return set(self._ray.wait(list(pending), num_returns=1)[0])
+        """Wait until some of these calls have ended, well or not, and return them.
+
+        Raises:
+            RecipeError: the head of the cluster has ended.
+        """
+        while True:
+            with self.explained():
+                ended, _ = self._ray.wait(list(pending), num_returns=1, timeout=LOOK_SECONDS)
+            if ended:
+                return set(ended)
+            self.refuse_lost_head()
+
+    def give(self, actor: Any, job: Job, broadcast: Any, down: NDArray[np.uint8]) -> Any:
+        """Let an actor run a job; see `Actor.run`."""
+        with self.explained():
+            return actor.run.remote(job, broadcast, down)
 
     def result(self, pending: Any) -> tuple[Done, NDArray[np.uint8]]:
-        """Return what a call of an actor returned.
+        """Return what a call of an actor returned. Nobody may write to the array, which is Ray's own.
 
         Raises:
             Lost: the actor or its node has ended.
         """
         try:
-            done, content = self._ray.get(pending)
+            with self.explained():
+                done, content = self._ray.get(pending)
         except self._ray.exceptions.RayError as error:
             raise Lost(in_short(error)) from error
-        return done, np.array(content)  # Ray's own copy must not be written to
+        return done, content
 
     def kill(self, actor: Any) -> None:
         """End an actor."""
-        if self._ray.is_initialized():
+        if self._ray.is_initialized() and not self.lost:
             self._ray.kill(actor)
 
     def close(self) -> None:
         """Free the memory of the nodes, and disconnect. A later request connects again."""
         self._payload = self._once = None
-        if self._ours and self._ray.is_initialized():
+        if self._ours and self._ray.is_initialized() and not self.lost:
             self._ray.shutdown()
             self._ours = False
 
@@ -307,6 +409,13 @@ class Actor:
         return done, up.content
 
 
+def node_of() -> str:
+    """Return the address of the node on which this process of Ray runs."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+
+
 def facts() -> dict[str, str]:
     """Return the versions on which results and messages depend; empty for a package that is not there."""
     found = {"Python": platform.python_version()}
@@ -320,6 +429,17 @@ def facts() -> dict[str, str]:
 
 def _exists(path: str) -> bool:
     return os.path.exists(path)
+
+
+def _size_at(path: str) -> int:
+    """Return the bytes of a file, 0 for a folder, or `UNREADABLE`."""
+    try:
+        with open(path, "rb") as file:
+            return os.fstat(file.fileno()).st_size
+    except IsADirectoryError:
+        return 0 if os.access(path, os.R_OK | os.X_OK) else UNREADABLE
+    except OSError:
+        return UNREADABLE
 
 
 def copy_of(engine: Served) -> Served:

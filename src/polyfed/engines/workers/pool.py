@@ -308,8 +308,9 @@ class _Actor(_Worker):
     def give(self, job: Job) -> None:
         assert isinstance(self.pool.broadcast, Packed)
         assert isinstance(self.down, Packed)
+        self.up = Packed()  # the last result stays in the object store until nobody reads it
         broadcast = self.cluster.once(self.pool.broadcast.content) if job.shared else None
-        self.pending = self.actor.run.remote(job, broadcast, self.down.content)
+        self.pending = self.cluster.give(self.actor, job, broadcast, self.down.content)
 
     @override
     def take(self) -> Done | None:

@@ -8,6 +8,7 @@ that holds it has ended.
 import math
 import mmap
 import os
+import warnings
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -141,7 +142,9 @@ class Packed:
     def read(self, places: Iterable[Place]) -> list[Tensor]:
         """Return the tensors at these places as views of the array; see `Arena.read`."""
         given = list(places)
-        found = {place: _view(self.content, place) for place in dict.fromkeys(given)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # an array that Ray keeps is not writable
+            found = {place: _view(self.content, place) for place in dict.fromkeys(given)}
         return [found[place] for place in given]
 
     def close(self) -> None:

@@ -16,8 +16,9 @@ from typing import IO, Any, Self
 
 import torch
 
-from polyfed.engines.workers.cluster import Cluster, in_short
+from polyfed.engines.workers.cluster import Cluster, in_short, node_of
 from polyfed.experiment.running import machine
+from polyfed.experiment.study.board import DIVERGED
 from polyfed.experiment.study.worker import carry_out
 
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
@@ -175,6 +176,7 @@ class RayPool:
         self.folder, self.jobs, self.cluster = folder, jobs, Cluster(address)
         self.need = machine.memory_of(os.getpid())
         self._running: dict[Any, str] = {}  # the messages of a task -> the name of its run
+        self._seen = {Path().absolute()}  # data that all nodes can read, or none
 
     def __enter__(self) -> Self:
         self._ray = self.cluster.connect()
@@ -190,7 +192,7 @@ class RayPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for messages in self._running:
+        for messages in [] if self.cluster.lost else self._running:
             with contextlib.suppress(Exception):  # the cluster may be gone
                 self._ray.cancel(messages, force=True)
         self.cluster.close()
@@ -201,23 +203,45 @@ class RayPool:
         return len(self._running)
 
     def refusal(self) -> str:
-        """Return why no further run can start now, or "" if a run can start."""
+        """Return why no further run can start now, or "" if a run can start.
+
+        Raises:
+            RecipeError: the head of the cluster has ended.
+        """
+        self.cluster.refuse_lost_head()
         cores = int(self._ray.cluster_resources().get("CPU", 0))
         most = min(self.jobs or cores, max(1, cores))
         return f"{most} runs at once are carried out" if self.running >= most else ""
 
     def start(self, job: str, recipe: Mapping[str, Any], folder: Path, until: int = 0) -> None:
-        """Start or continue a run on a node. It pauses after the round `until`, if not 0."""
+        """Start or continue a run on a node. It pauses after the round `until`, if not 0.
+
+        Raises:
+            RecipeError: a node cannot read the data of the run.
+        """
+        path = Path(recipe["data"].get("path", "")).absolute()
+        if path not in self._seen:
+            self.cluster.refuse_unread(path)
+            self._seen.add(path)
         engine = recipe.get("engine", {})
         needs = {"num_cpus": max(1, int(engine.get("threads", 1))), "memory": self.need}
         needs |= {"num_gpus": 1} if engine.get("device", "cpu") == "cuda" else {}
-        content = json.loads(json.dumps({"recipe": recipe, "folder": str(folder), "until": until}, default=str))
+        facts = {"recipe": recipe, "folder": str(folder), "until": until, "at": os.getcwd()}
+        content = json.loads(json.dumps(facts, default=str))
         options = needs | {"max_retries": 0, "num_returns": "streaming", "scheduling_strategy": "SPREAD"}
-        self._running[self._task.options(**options).remote(content)] = job
+        with self.cluster.explained():
+            self._running[self._task.options(**options).remote(content)] = job
 
     def message(self, seconds: float) -> Message | None:
-        """Return the next message of a run; see `Pool.message`."""
-        ready, _ = self._ray.wait(list(self._running), num_returns=1, timeout=seconds) if self._running else ([], [])
+        """Return the next message of a run; see `Pool.message`.
+
+        Raises:
+            RecipeError: the head of the cluster has ended.
+        """
+        self.cluster.refuse_lost_head()
+        with self.cluster.explained():
+            waited = self._ray.wait(list(self._running), num_returns=1, timeout=seconds) if self._running else ([], [])
+        ready, _ = waited
         for messages in ready:
             job = self._running[messages]
             try:
@@ -237,9 +261,13 @@ def messages_of(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Execute a run in this process of a node, and yield its messages."""
     told: queue.Queue[dict[str, Any]] = queue.Queue()
     torch.set_num_threads(1)
+    if os.path.isdir(job["at"]):  # where the command was given, for paths that are relative to it
+        os.chdir(job["at"])
     threading.Thread(target=carry_out, args=(job, lambda **message: told.put(message)), daemon=True).start()
     while True:
         message = told.get()
+        if message.get("code", 0) not in (0, DIVERGED):  # no node is to blame for training that diverges
+            message["why"] = f"on node {node_of()}: {message['why']}"
         yield message
         if message["event"] == "done":
             return
