@@ -329,7 +329,7 @@ def test_a_cluster_that_does_not_fit_is_refused_with_the_node_and_the_cause(clus
     )
     study.write_text('seeds = [1]\nrecipe = "recipe.toml"\n[methods.fedavg]\n')
     words = f"sweep {study} --out {tmp_path}/study --ray {ADDRESS}"
-    cluster.refuse(words, f"data.path: node 10.118.0.2 cannot read {tmp_path}/data/mfeat.npz", first=f"cd {tmp_path}")
+    cluster.refuse(words, f"[data] path: node 10.118.0.2 cannot read {tmp_path}/data/mfeat.npz", first=f"cd {tmp_path}")
     cluster.cut_power(SECOND)
     cluster.node(SECOND)
     assert cluster.command(words, f"cd {tmp_path}").wait(120) == 0, cluster.told()[-3000:]  # a path relative to here
@@ -350,7 +350,7 @@ def test_a_cluster_that_shrinks_to_nothing_ends_the_run_and_a_new_node_continues
     assert running.wait(240) == 2
     told = " ".join(cluster.told()[before:].split())
     print(f"{time.monotonic() - began:.1f} s: {told[-1000:]}")
-    assert "engine.cluster: no node of the cluster has 1 CPU" in told
+    assert "no node of the cluster has 1 CPU" in told
     assert "Traceback" not in told
     cluster.node(SECOND)
     cluster.run(f"run {made} --out {out} --resume {ON_RAY}")
