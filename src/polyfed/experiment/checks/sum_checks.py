@@ -72,7 +72,7 @@ def refuse_few_replies(recipe: Recipe, clients: ClientRegistry) -> None:
     selector = getattr(method, "selector", None)
     if not isinstance(method, Averaging) or not isinstance(selector, Selector) or not tolerance(method.server, 1)[1]:
         return
-    size = selector.size(clients)
+    size = method.merges(clients)
     holders = clients.holds[clients.num_rows > 0].sum(0).tolist()
     for block, held in [(SHARED, size), *zip(clients.modalities, holders, strict=True)]:
         num = min(size, held)
