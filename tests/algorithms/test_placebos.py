@@ -40,6 +40,7 @@ CASES = [
     ("pmcmfl", "mean"),
     ("feddyn", "random"),
     ("fednova", "shuffled"),
+    ("fedbuff", "shuffled"),
     ("ditto", "initial"),
     ("apfl", "initial"),
     ("pfedme", "initial"),

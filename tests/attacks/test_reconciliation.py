@@ -331,3 +331,47 @@ def test_a_request_that_never_arrived_does_not_count_as_agreeing(tmp_path: Path)
         f"client 1: {sum(row['round'] == 1 for row in rows)} rows agree",
         f"client 1: {len(lost)} requests were sent and never arrived there",
     ]
+
+
+def is_update(row: dict[str, Any], round: int) -> bool:
+    return (row.get("client"), row.get("round"), row.get("ask"), row.get("destination")) == (0, round, 0, "server")
+
+
+def rewritten(folder: Path, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:
+    rows = change([json.loads(line) for line in (folder / EGRESS).read_text().splitlines()])
+    (folder / EGRESS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def pending(folder: Path, number: int, client: int, round: int) -> None:
+    rows = [json.loads(line) for line in (folder / ROUNDS).read_text().splitlines()]
+    rows[number]["pending"] = {str(client): round}
+    (folder / ROUNDS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_device_that_still_worked_at_the_end_is_no_finding_but_only_if_the_server_says_so(copied: Path) -> None:
+    """Under buffered aggregation its reply may have left, and the server was gone."""
+    gone = lambda rows: [row for row in rows if not is_update(row, 2)]  # noqa: E731
+    forged(copied / "run", gone)
+    rewritten(copied / "run", gone)
+    assert "the server's log lacks" in found(copied)
+    pending(copied / "run", 0, 0, 1)
+    assert "the server's log lacks" in found(copied), "another request was pending, and not at the end"
+    pending(copied / "run", -1, 0, 2)
+    assert found(copied) == ""
+
+
+def test_a_reply_that_came_in_a_later_round_belongs_to_it_when_a_run_is_resumed(copied: Path) -> None:
+    """Client 0's reply of round 1 came in round 2, which was played twice."""
+
+    def late(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+        one = [row for row in rows if row.get("round") in (0, 1) and not is_update(row, 1)]
+        came = [row | {"came": 2} for row in rows if is_update(row, 1)]
+        return [one, [*(row for row in rows if row.get("round") == 2), *came]]
+
+    def twice(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        one, two = late(rows)
+        return [*one, *two, {"run": one[0]["run"], "resumed_after": 1}, *two]
+
+    forged(copied / "run", twice)
+    rewritten(copied / "run", lambda rows: [row for part in late(rows) for row in part])
+    assert found(copied) == ""

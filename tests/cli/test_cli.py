@@ -283,6 +283,13 @@ def test_version(polyfed_command):
     assert polyfed_command("--version")[1].strip() == polyfed.__version__
 
 
+def test_brackets_of_the_help_are_plain(polyfed_command):
+    code, out, _ = polyfed_command("init", "--help")
+    assert code == 0
+    assert "[required]" in out
+    assert "\\" not in out
+
+
 def test_help_names_the_verbs_of_the_contract(polyfed_command):
     code, out, _ = polyfed_command("--help")
     assert code == 0

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from polyfed.cli.printing.status_tables import status_tables
+from polyfed.deploy.server.jobs import Jobs
 from polyfed.deploy.server.membership import MEMBERS
 from polyfed.deploy.server.monitor import metrics_of, status_of
 from polyfed.deploy.server.run_log import RunStatus
@@ -23,9 +24,9 @@ LINK: dict[str, Any] = {
 }
 
 
-def shown(folder: Path) -> str:
-    console = Console(width=120, record=True, file=StringIO())
-    console.print(status_tables(status_of(LINK, folder)))
+def shown(folder: Path, link: dict[str, Any] = LINK) -> str:
+    console = Console(width=200, record=True, file=StringIO())
+    console.print(status_tables(status_of(link, folder)))
     return " ".join(console.export_text().split())
 
 
@@ -41,6 +42,13 @@ def test_devices_that_are_away_have_their_numbers_and_keys(tmp_path: Path) -> No
     assert "in none of these runs SHA256:two" in told
     assert "SHA256:here" not in told
     assert b"SHA256" not in metrics_of(status_of(LINK, tmp_path))
+    jobs = Jobs(tmp_path)
+    job = jobs.add([], name="toy\x1b[2J", purpose="", rounds=4, out=str(run), data="", wait=60.0)
+    late = jobs.change(job.id, "waiting", at=time.time() + 3600, reason="tries again: 1 of 3", run="7")
+    assert late is not None
+    link = LINK | {"jobs": [jobs.facts(late)]}
+    assert r"1 toy\x1b[2J waiting 0 of 4" in shown(tmp_path, link)
+    assert "tries again: 1 of 3" in shown(tmp_path, link)
     (run / MEMBERS).write_text("{")
     assert "in none of these runs SHA256:one" in shown(tmp_path)
     assert "none yet: the server waits for devices to enrol" in told

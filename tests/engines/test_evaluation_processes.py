@@ -69,7 +69,7 @@ def test_three_device_processes_score_subsets_and_count_like_the_sequential_engi
     assert here["metrics"]["personal"] == there["metrics"]["personal"]
     assert any(name.startswith("subset.") for name in there["metrics"]["personal"])
     assert here["conformal"] == there["conformal"]
-    assert {"all", "0", "1", "2"} == set(there["conformal"]["counts"]) == set(there["conformal"]["sizes"])
+    assert {"*", "0", "1", "2"} == set(there["conformal"]["counts"]) == set(there["conformal"]["sizes"])
     sets = [polyfed.load_run(federation.out).models.conformal, polyfed.load_run(federation.folder.parent / "model")]
     assert sets[0] is not None
 

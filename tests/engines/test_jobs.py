@@ -319,6 +319,8 @@ def test_the_commands(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPat
             main([*map(str, words)])
         return int(end.value.code or 0), " ".join(capsys.readouterr().out.split())
 
+    assert said("jobs", app)[0] == 2, "no credentials"
+    assert not (app / "jobs").exists()
     assert "there are no jobs" in said("jobs", credentials)[1]
     assert "no server uses these credentials now" in said("submit", app, "--queue")[1]
     assert said("submit", app, "--queue")[0] == 2, "the same folder"

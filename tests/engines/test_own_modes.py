@@ -88,6 +88,7 @@ SILOS = (
     .replace("[deployment]", '[deployment]\nrelay = "server-sees"')
 )
 MODES = {
+    "a buffer of all": method("fedbuff").replace('"fedbuff"', '"fedbuff"\nbuffer = 1.0'),
     "personal heads": method("fedrep"),
     "split learning": method("split-learning", SPLIT),
     "secure aggregation": method("fedavg", "[secure_aggregation]\n").replace("rounds = 2", "rounds = 1"),

@@ -65,9 +65,9 @@ def sets_of(kind: Any, calibration: Any, test: torch.Tensor, coverage: float) ->
     shape = (logits.shape[1] if kind == "class" else 1, BINS + 1)
     halves = [slice(0, 77), slice(77, None)]
     counts = sum(counts_of(kind, CLASSES, shape, logits[h], batch_of(y[h])) for h in halves)
-    conformal = Conformal(kind, "all", {"all": {"a": counts}})  # type: ignore[dict-item]
+    conformal = Conformal(kind, "all", {"*": {"a": counts}})  # type: ignore[dict-item]
     used = {"a": torch.ones(len(test), dtype=torch.bool)}
-    found = prediction_sets(conformal, test, used, "all", coverage, of_classes=True).sets
+    found = prediction_sets(conformal, test, used, "*", coverage, of_classes=True).sets
     assert found is not None
     return found
 
@@ -120,10 +120,10 @@ def test_intervals_are_those_of_sorted_errors_up_to_the_width_of_a_bin() -> None
     shape = (2, 2 * 20 * PER_OCTAVE + 2)
     counts = counts_of("split", objective, shape, outputs, batch_of(y))
     assert counts.sum(1).tolist() == [200, 150]
-    conformal = Conformal("split", "all", {"all": {"a": counts}})
+    conformal = Conformal("split", "all", {"*": {"a": counts}})
     used = {"a": torch.ones(5, dtype=torch.bool)}
     test = torch.randn(5, 2, generator=draw)
-    found = prediction_sets(conformal, test, used, "all", 0.9, of_classes=False)
+    found = prediction_sets(conformal, test, used, "*", 0.9, of_classes=False)
     assert found.low is not None
     assert found.high is not None
     for target in range(2):
@@ -140,7 +140,7 @@ def test_the_exact_width_of_an_interval_is_that_of_crepes() -> None:
     crepes = pytest.importorskip("crepes", reason="the extra polyfed[dev] is not installed")
     errors = torch.rand(187, generator=torch.Generator().manual_seed(5)).double() * 3
     counts = torch.bincount(error_bins(errors), minlength=2 * 20 * PER_OCTAVE + 2)[None]
-    limit, _ = Conformal("split", "all", {"all": {"a": counts}}).limits("all", "a", 0.9)
+    limit, _ = Conformal("split", "all", {"*": {"a": counts}}).limits("*", "a", 0.9)
     regressor = crepes.ConformalRegressor()
     regressor.fit(errors.numpy())
     theirs = regressor.predict_int(np.zeros(1), confidence=0.9)
@@ -198,7 +198,7 @@ def test_sets_hold_the_truth_as_often_as_promised_on_every_subset_and_group(name
     conformal, label = run.models.conformal, population.columns.label
     assert conformal is not None
     draw = np.random.default_rng(0)
-    for group in [g for g in conformal.counts if g != "all"]:
+    for group in [g for g in conformal.counts if g != "*"]:
         members = [k for k in range(population.num_clients) if "+".join(run.models.clients[k]) == group]
         rows = torch.cat([s[k] for k in members for s in (population.test, population.own_validation)])
         for subset, table in conformal.counts[group].items():
@@ -212,7 +212,7 @@ def test_sets_hold_the_truth_as_often_as_promised_on_every_subset_and_group(name
                 order = draw.permutation(len(rows))
                 own, rest = scores[order[: len(rows) // 2]], scores[order[len(rows) // 2 :]]
                 counts = torch.bincount(torch.from_numpy(own), minlength=BINS + 1)[None]
-                limit = Conformal("split", "all", {"all": {subset: counts}}).limits("all", subset, 0.9)[0]
+                limit = Conformal("split", "all", {"*": {subset: counts}}).limits("*", subset, 0.9)[0]
                 covered.append((rest <= int(limit)).mean())
             error = np.std(covered) / np.sqrt(len(covered))
             assert np.mean(covered) >= 0.9 - 2 * error, (group, subset)
@@ -241,7 +241,7 @@ def test_the_counts_of_the_clients_are_those_of_all_their_rows(method: str) -> N
             else:
                 assert not counted.any()
             total[subset] = total[subset] + counted
-    assert all(torch.equal(conformal.counts["all"][subset], total[subset]) for subset in total)
+    assert all(torch.equal(conformal.counts["*"][subset], total[subset]) for subset in total)
 
 
 def small(
@@ -305,7 +305,7 @@ def test_a_saved_run_and_an_exported_model_promise_the_same(tmp_path: Path) -> N
     for folder, file, error in (("run", "result.json", CheckpointError), ("model", "model.json", DataError)):
         path = tmp_path / folder / file
         said = json.loads(path.read_text())
-        said["conformal"]["counts"]["all"]["b"]["rows"] = [[0, 5000, 3]]
+        said["conformal"]["counts"]["*"]["b"]["rows"] = [[0, 5000, 3]]
         path.write_text(json.dumps(said))
         with refuses(error, file):
             polyfed.load_run(path.parent) if folder == "run" else polyfed.load_model(path.parent)
@@ -318,10 +318,10 @@ def test_secure_aggregation_gives_the_same_counts_of_everybody() -> None:
     )
     assert plain is not None
     assert secure is not None
-    assert list(secure.counts) == ["all"]
-    for subset, own in plain.counts["all"].items():
-        assert int(own.sum()) == int(secure.counts["all"][subset].sum())
-        assert int((own.cumsum(-1) - secure.counts["all"][subset].cumsum(-1)).abs().max()) <= 2
+    assert list(secure.counts) == ["*"]
+    for subset, own in plain.counts["*"].items():
+        assert int(own.sum()) == int(secure.counts["*"][subset].sum())
+        assert int((own.cumsum(-1) - secure.counts["*"][subset].cumsum(-1)).abs().max()) <= 2
 
 
 def test_coverage_that_the_rows_cannot_promise_is_refused_with_the_number_needed() -> None:
@@ -429,7 +429,7 @@ def test_the_counts_for_the_shrinkage_are_those_of_all_rows(method: str, tmp_pat
                 for level, row in zip(levels.tolist(), bins, strict=True):
                     expected["ab".index(subset), further, level] += torch.bincount(row, minlength=SIZE_BINS)
         assert torch.equal(conformal.sizes[str(client)], expected), client
-    assert torch.equal(conformal.sizes["all"], sum(conformal.sizes[str(k)] for k in range(population.num_clients)))
+    assert torch.equal(conformal.sizes["*"], sum(conformal.sizes[str(k)] for k in range(population.num_clients)))
     again = polyfed.load_run(tmp_path / "run").models.conformal
     assert again is not None
     assert all(torch.equal(again.sizes[group], conformal.sizes[group]) for group in conformal.sizes)
@@ -480,9 +480,9 @@ def test_the_modality_that_is_named_shrinks_the_sets_as_much_as_expected(name: s
 def test_regression_has_the_shrinkage_without_further_counts() -> None:
     counts = {name: torch.bincount(error_bins(torch.full((99,), size)), minlength=2 * 20 * PER_OCTAVE + 2)[None]
               for name, size in (("a", 2.0), ("b", 1.0), ("a+b", 0.5))}  # fmt: skip
-    conformal = Conformal("split", "all", {"all": counts})
+    conformal = Conformal("split", "all", {"*": counts})
     used = {"a": torch.tensor([True, False, True]), "b": torch.tensor([False, True, True])}
-    found = prediction_sets(conformal, torch.zeros(3, 1), used, "all", 0.9, of_classes=False)
+    found = prediction_sets(conformal, torch.zeros(3, 1), used, "*", 0.9, of_classes=False)
     assert found.shrinkage["b"][:1].tolist() == pytest.approx([3.0])
     assert found.shrinkage["a"][1:2].tolist() == pytest.approx([1.0])
     assert found.helps_most == ["b", "a", None]
@@ -498,7 +498,7 @@ def test_the_shrinkage_is_opt_in_and_secure_aggregation_sums_it() -> None:
     )
     assert open_ is not None
     assert secure is not None
-    assert int(open_.sizes["all"].sum()) == int(secure.sizes["all"].sum()) > 0
+    assert int(open_.sizes["*"].sum()) == int(secure.sizes["*"].sum()) > 0
     x = {"b": torch.randn(4, *population_of(plain).columns.modalities["b"].shape)}
     assert polyfed.run(plain).predict_set(x, 0.5).shrinkage == {}
     assert polyfed.run(plain).predict_set(x, 0.5).helps_most == [None] * 4
@@ -515,7 +515,7 @@ def noised(bins: torch.Tensor, clients: int) -> Conformal:
     ]
     sent = [Requirements(score_noise=NOISE).with_noise(part, CLASSES, 0) for part in parts]
     total = sum(one.in_bins for one in sent)[0]
-    return Conformal("split", "all", {"all": {"a": total}}, noise={"all": int(sum(one.noise for one in sent))})
+    return Conformal("split", "all", {"*": {"a": total}}, noise={"*": int(sum(one.noise for one in sent))})
 
 
 def test_noise_is_added_to_joined_bins_and_its_size_is_told() -> None:
@@ -546,12 +546,12 @@ def test_sets_from_counts_with_noise_hold_the_truth_as_often_as_promised(coverag
     for _ in range(200):
         bins = (torch.rand(3000, generator=draw) ** 2 * BINS).ceil().long()
         conformal = noised(bins, 3)
-        limit, rows = conformal.limits("all", "a", coverage)
+        limit, rows = conformal.limits("*", "a", coverage)
         assert abs(int(rows) - 3000) < 8 * NOISE * (3 * NOISY_BINS) ** 0.5
         fresh = (torch.rand(2000, generator=draw) ** 2 * BINS).ceil().long()
         promised.append(float((fresh <= int(limit)).double().mean()))
         blind = replace(conformal, noise={})
-        naive.append(float((fresh <= int(blind.limits("all", "a", coverage)[0])).double().mean()))
+        naive.append(float((fresh <= int(blind.limits("*", "a", coverage)[0])).double().mean()))
     error = float(np.std(promised)) / 200**0.5
     assert np.mean(promised) >= coverage - 2 * error
     assert np.mean(promised) > np.mean(naive), "the margin for the noise makes sets larger"
@@ -562,8 +562,8 @@ def test_the_margin_covers_the_noise_even_where_every_rank_matters() -> None:
     draw, short = torch.Generator().manual_seed(7), 0
     for _ in range(400):
         bins = (torch.rand(1500, generator=draw) * BINS).ceil().long()
-        exact = Conformal("split", "all", {"all": {"a": torch.bincount(bins, minlength=BINS + 1)[None]}})
-        short += int(noised(bins, 3).limits("all", "a", 0.7)[0]) < int(exact.limits("all", "a", 0.7)[0])
+        exact = Conformal("split", "all", {"*": {"a": torch.bincount(bins, minlength=BINS + 1)[None]}})
+        short += int(noised(bins, 3).limits("*", "a", 0.7)[0]) < int(exact.limits("*", "a", 0.7)[0])
     assert short / 400 <= 0.03 + 2 * (0.03 * 0.97 / 400) ** 0.5
 
 
@@ -571,10 +571,10 @@ def test_too_few_rows_for_the_noise_are_refused_with_the_number_needed() -> None
     bins = (torch.rand(200, generator=torch.Generator().manual_seed(1)) * BINS).ceil().long()
     conformal = noised(bins, 3)
     with refuses(RecipeError, "2,032 validation"):
-        conformal.limits("all", "a", 0.9)
+        conformal.limits("*", "a", 0.9)
     again = Conformal.read(json.loads(json.dumps(conformal.facts())), (1, BINS + 1), (1, 1, 8, SIZE_BINS))
     assert again.noise == conformal.noise
-    assert torch.equal(again.counts["all"]["a"], conformal.counts["all"]["a"]), "counts with noise may be negative"
+    assert torch.equal(again.counts["*"]["a"], conformal.counts["*"]["a"]), "counts with noise may be negative"
     forged = ScoreCounts(torch.full((1, 1, BINS + 1), -1), torch.tensor(0))
     assert possible_counts((1, 1, BINS + 1))(0, forged) == "counts fewer than 0 rows"
 
@@ -600,12 +600,12 @@ def test_joined_bins_keep_the_promise_and_many_rows_keep_small_sets() -> None:
     for _ in range(300):
         scores = draw.integers(0, BINS + 1, size=41)
         counts = raised(torch.from_numpy(np.bincount(scores[:40], minlength=BINS + 1)).view(1, 1, -1), 8)
-        limit, _ = Conformal("split", "all", {"all": {"a": counts[0]}}).limits("all", "a", 0.8)
+        limit, _ = Conformal("split", "all", {"*": {"a": counts[0]}}).limits("*", "a", 0.8)
         hits.append(scores[40] <= int(limit))
     assert np.mean(hits) >= 0.8
     many = torch.from_numpy(np.bincount(draw.integers(0, BINS + 1, size=50_000), minlength=BINS + 1)).view(1, 1, -1)
     exact, joined = (
-        int(Conformal("split", "all", {"all": {"a": one[0]}}).limits("all", "a", 0.9)[0])
+        int(Conformal("split", "all", {"*": {"a": one[0]}}).limits("*", "a", 0.9)[0])
         for one in (many, raised(many, 10))
     )
     assert exact <= joined <= exact + 2

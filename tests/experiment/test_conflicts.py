@@ -139,6 +139,14 @@ CASES: list[tuple[tuple[str, str, str], Callable[[], Recipe]]] = [
     (("fednova", "train.nesterov", ""), of("fednova", train={"momentum": 0.9, "nesterov": True})),
     (("fednova", "train.momentum", "[algorithm] mu"), of("fednova", algorithm={"mu": 0.1}, train={"momentum": 0.9})),
     (("fednova", "algorithm.mu", "[train] lr"), of("fednova", algorithm={"mu": 10.0}, train={"lr": 0.5})),
+    (("fedbuff", "selection.name", ""), of("fedbuff", selection={"name": "pow-d"})),
+    (("fedbuff", "clients.overselect", ""), of("fedbuff", clients={"overselect": 0.5}, network={})),
+    (("fedbuff", "network.deadline_s", ""), of("fedbuff", network={"deadline_s": 5.0})),
+    (("fedbuff", "checkpoint.updates", ""), of("fedbuff", checkpoint={"updates": True})),
+    (
+        ("fedbuff", "algorithm.buffer", "[clients] participation"),
+        of("fedbuff", algorithm={"buffer": 3}, clients={"participation": 2}),
+    ),
     (("pfedme", "train.accumulate", ""), of("pfedme", train={"accumulate": 2})),
     (("cmsfed", "selection.name", "[algorithm] modality_selection"), of("cmsfed", selection={"name": "pow-d"})),
     (
@@ -172,7 +180,7 @@ CASES: list[tuple[tuple[str, str, str], Callable[[], Recipe]]] = [
     (("fedcouncil", "evaluate.conformal", ""), of("fedcouncil", evaluate={"conformal": "split"})),
     (("evaluate", "secure_aggregation", ""), of("evaluate", secure_aggregation={})),
     (
-        ("evaluate", "algorithm.against", "a [task] other than classification and ordinal"),
+        ("evaluate", "algorithm.against", "a [task] other than classification, ordinal and multi-label"),
         of("evaluate", algorithm={"against": "other"}, task={"name": "regression"}),
     ),
 ]

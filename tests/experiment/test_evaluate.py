@@ -24,8 +24,8 @@ from polyfed.cli import main
 from polyfed.core.errors import DataError, EgressError, PolyfedError, RecipeError, TooFewReplies
 from polyfed.deploy.app_folder import write_job, write_nodes
 from polyfed.deploy.handlers import Deployed
-from polyfed.evaluation.site_scores import STEPS, Compared, flaw_of_cells
-from polyfed.evaluation.two_models import mcnemar
+from polyfed.evaluation.site_scores import STEPS, Compared, flaw_of_two, site_areas
+from polyfed.evaluation.two_models import delong, mcnemar
 from polyfed.experiment.evaluate import Evaluation, job_of
 from polyfed.experiment.recipes.conflicts import refuse_conflicts
 from polyfed.experiment.recipes.recipe import parse_recipe
@@ -557,6 +557,13 @@ def test_devices_compare_two_models_by_counts_alone(sites: Sites, tmp_path: Path
         assert (one["first"], one["second"]) == (pytest.approx(own[0].mean()), pytest.approx(own[1].mean()))
         assert one["p"] == pytest.approx(mcnemar(own[0], own[1]).p)
         assert one["low"] <= one["first"] - one["second"] <= one["high"]
+    scores = [polyfed.load_run(path).predict(x).double().softmax(-1).numpy() for path in (sites.model, other)]
+    for c in range(4):
+        first, second, variance, rows = within(y, site, scores, c)
+        test = told["delong_within_sites"][str(c)]
+        assert (test["first"], test["second"]) == (pytest.approx(first, abs=1e-9), pytest.approx(second, abs=1e-9))
+        assert (test["high"] - test["low"]) / 2 == pytest.approx(1.959963984540054 * variance**0.5, abs=1e-9)
+        assert (test["rows"], test["low"] <= test["first"] - test["second"] <= test["high"]) == (rows, True)
     assert {name: one["metrics"] for name, one in found["evaluation"]["sites"].items()} == {
         name: one["metrics"]
         for name, one in sites.served["evaluation"]["sites"].items()  # type: ignore[attr-defined]
@@ -566,6 +573,7 @@ def test_devices_compare_two_models_by_counts_alone(sites: Sites, tmp_path: Path
     assert up == {("statistic", "SiteScores"), ("statistic", "Compared")}
     text = "".join(f"{line}" for _, _, lines in tables(found["evaluation"]) for line in lines)
     assert "accuracy at 2" in text
+    assert "within 3 sites, DeLong" in text
     assert any("which no device sends" in note for note in notes(found["evaluation"]))
     with pytest.raises(SystemExit) as ended:
         main(["evaluate", str(sites.model), str(other), "--app", str(tmp_path / "third")])
@@ -573,10 +581,61 @@ def test_devices_compare_two_models_by_counts_alone(sites: Sites, tmp_path: Path
     assert polyfed.load_recipe(tmp_path / "third" / "recipe.toml").algorithm.against == str(other)
 
 
-@pytest.mark.parametrize("cells", [[3, 1, 1, 1], [2, 2, 2, -1], [5, 0, 0, 1]])
-def test_a_report_on_two_models_counts_the_rows_that_the_site_has(cells: list[int]) -> None:
-    assert flaw_of_cells(Compared(torch.tensor([2, 1, 1, 1])), 5.0) == ""
-    assert flaw_of_cells(Compared(torch.tensor(cells)), 5.0)
+def within(y: np.ndarray, site: np.ndarray, scores: list[np.ndarray], c: int) -> tuple[float, float, float, int]:
+    """AUROCs of class c of two models within sites, their variance and rows, from DeLong's test of each site."""
+    found = []
+    for k in np.unique(site):
+        own = site == k
+        test = delong(y[own] == c, scores[0][own, c], scores[1][own, c])
+        if test is not None:
+            deviation = (test.high - test.low) / 2 / 1.959963984540054
+            found.append((own.sum(), test.first, test.second, deviation**2))
+    n, first, second, variance = np.array(found).T
+    return (n @ first / n.sum(), n @ second / n.sum(), n**2 @ variance / n.sum() ** 2, int(n.sum()))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"cells": [3, 1, 1, 1]},
+        {"cells": [2, 2, 2, -1]},
+        {"cells": [5, 0, 0, 1]},
+        {"areas": [[6.0, 0.5, 0.5, 0.1]]},
+        {"areas": [[5.0, 1.5, 0.5, 0.1]]},
+        {"areas": [[5.0, 0.5, 0.5, 9.0]]},
+        {"areas": [[5.0, 0.5, 0.5, 0.1]] * 2},
+    ],
+)
+def test_a_report_on_two_models_counts_the_rows_that_the_site_has(changed: dict[str, Any]) -> None:
+    from polyfed.objective import Classification
+
+    good: dict[str, Any] = {"cells": [2, 1, 1, 1], "areas": [[5.0, 0.5, 0.5, 0.1]]}
+    for said, flawed in ((good, False), (good | changed, True)):
+        reply = Compared(torch.tensor(said["cells"]), torch.tensor(said["areas"], dtype=torch.float64))
+        assert bool(flaw_of_two(Classification(), reply, 5.0, 1)) == flawed
+
+
+def test_few_rows_of_a_class_give_no_auroc_and_no_digits_of_a_variance() -> None:
+    from polyfed.objective import Classification, MultiLabel
+
+    draw = torch.Generator().manual_seed(0)
+    y = torch.tensor([0] * 12 + [1] * 11 + [2] * 9)
+    one, two = (torch.randn(32, 3, generator=draw) + torch.nn.functional.one_hot(y, 3) for _ in range(2))
+    open_, kept = (site_areas(Classification(), [one, two], y, least) for least in (1, 10))
+    assert (open_[:, 0] == 32).all()
+    assert kept[:, 0].tolist() == [32, 32, 0]
+    assert torch.equal(kept[:2, :3], open_[:2, :3])
+    steps = STEPS * kept[:2, 3].log2()
+    assert torch.allclose(steps, steps.round(), atol=1e-9)
+    assert ((kept[:2, 3] >= open_[:2, 3]) & (kept[:2, 3] < 1.1 * open_[:2, 3])).all()
+    labels = torch.stack([y == 0, y == 1], 1).double()
+    labels[:5, 1] = torch.nan
+    found = site_areas(MultiLabel(), [one[:, :2], two[:, :2]], labels, 10)
+    assert found[:, 0].tolist() == [32, 27]
+    known = slice(5, None)
+    test = delong(*(v[known, 1].numpy() for v in (labels == 1, one.double(), two.double())))
+    assert test is not None
+    assert found[1, 1:3].tolist() == pytest.approx([test.first, test.second])
 
 
 def test_two_models_that_cannot_be_compared_on_devices_are_refused(sites: Sites, tmp_path: Path) -> None:
@@ -630,11 +689,35 @@ def test_the_file_of_one_client_is_scored_as_in_the_simulation(
         assert float(shown.columns.modalities["a"].take(rows).abs().max()) < 6, "a device scales its file once"
 
 
-def test_the_files_of_single_clients_hold_no_words_that_became_numbers(tmp_path: Path) -> None:
-    np.savez(tmp_path / "mine.npz", a=np.eye(20), sex=np.array(["f", "m"] * 10), label=np.arange(20) % 2)
-    text = OWN_ARRAYS.format(tmp_path / "mine.npz", '["a", "sex"]\ncolumns = { sex = "one-hot" }')
+def test_the_files_of_single_clients_hold_the_words_and_holes_of_the_file(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    age, sex = draw.normal(size=60), np.array(["f", "m", "x"])[draw.integers(0, 3, 60)]
+    age[::9] = np.nan
+    np.savez(tmp_path / "mine.npz", a=draw.normal(size=(60, 2)), age=age, sex=sex, label=np.arange(60) % 2)
+    columns = '["a", "age", "sex"]\ncolumns = { sex = "one-hot", age = "mean" }'
+    (tmp_path / "recipe.toml").write_text(OWN_ARRAYS.format(tmp_path / "mine.npz", columns))
+    recipe = polyfed.load_recipe(tmp_path / "recipe.toml")
+    polyfed.run(recipe, tmp_path / "run", engine="sequential")
+    sites, population = polyfed.evaluate(tmp_path / "run").content["sites"], population_of(recipe)
+    for client, place in enumerate(write_nodes(recipe, tmp_path)):
+        assert population.test is not None
+        rows = torch.cat([population.train[client], population.test[client]]).numpy()
+        with np.load(place / "data.npz") as arrays:
+            assert arrays["sex"].tolist() == sex[rows].tolist()
+            np.testing.assert_array_equal(arrays["age"], age[rows])
+        alone = polyfed.evaluate(tmp_path / "run", data=place / "data.npz").content["pooled"]
+        assert alone["metrics"] == sites[str(client)]["metrics"]
+
+
+def test_names_of_image_files_are_not_copied_into_the_files_of_clients(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image", reason="the extra polyfed[image] is not installed")
+    for k in range(4):
+        image.new("RGB", (4, 4), (60 * k, 0, 0)).save(tmp_path / f"{k}.png")
+    names = np.array([f"{k % 4}.png" for k in range(20)])
+    np.savez(tmp_path / "mine.npz", a=np.ones((20, 2)), seen=names, label=np.arange(20) % 2)
+    text = OWN_ARRAYS.format(tmp_path / "mine.npz", '["a", "seen"]\ncolumns = { seen = "image" }')
     (tmp_path / "recipe.toml").write_text(text)
-    with refuses(RecipeError, "numbers of sex"):
+    with refuses(RecipeError, "data.columns: image files"):
         write_nodes(polyfed.load_recipe(tmp_path / "recipe.toml"), tmp_path)
 
 
@@ -643,3 +726,32 @@ def test_a_stated_scaling_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(OWN_ARRAYS.format(tmp_path / "mine.npz", '["a"]'))
     with refuses(DataError, "a_shift and a_scale"):
         population_of(polyfed.load_recipe(tmp_path / "recipe.toml"))
+
+
+def test_the_c_index_is_that_of_the_pairs_within_sites(tmp_path: Path) -> None:
+    draw, rows = np.random.default_rng(0), 90
+    y, site = draw.normal(size=rows).round(1), np.arange(rows) % 3
+    x = (y[:, None] + 3 * site[:, None] + draw.normal(size=(rows, 2))).astype(np.float32)
+    np.savez(tmp_path / "d.npz", a=x, label=y, client=site)
+    options: dict[str, Any] = {
+        "clients": {"personal_test": 0.5},
+        "task": {"name": "regression"},
+        "seed": 1,
+        "rounds": 1,
+    }
+    polyfed.run(polyfed.make_recipe(tmp_path / "d.npz", standardise=False, **options), tmp_path / "run")
+    found = polyfed.evaluate(tmp_path / "run", data=tmp_path / "d.npz").content
+    p = polyfed.load_run(tmp_path / "run").predict({"a": x}).numpy()[:, 0]
+    right, pairs = np.zeros(3), np.zeros(3)
+    for k in range(3):
+        own = site == k
+        gap, order = y[own][:, None] - y[own], p[own][:, None] - p[own]
+        pairs[k] = (gap != 0).sum()
+        right[k] = (gap * order > 0).sum() + 0.5 * ((order == 0) & (gap != 0)).sum()
+        told = found["sites"][str(k)]["metrics"]["c_index_within_sites"]
+        assert told["value"] == pytest.approx(right[k] / pairs[k], abs=1e-12)
+        assert told["low"] < told["value"] < told["high"]
+    told = found["pooled"]["metrics"]["c_index_within_sites"]
+    assert told["value"] == pytest.approx(right.sum() / pairs.sum(), abs=1e-12)
+    assert told["clients"] == 3
+    assert any("no rows of two sites" in note for note in notes(found))

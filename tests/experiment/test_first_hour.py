@@ -151,6 +151,10 @@ def test_clients_have_names_in_check_and_predict(tmp_path: Path, capsys: pytest.
     line = next(line for line in text.splitlines() if line.strip().startswith("Süd"))
     counts = run.clients.set_index("name").loc["Süd"] if "name" in run.clients else run.clients.iloc[1]
     assert line.split()[1:] == ["a", "+", "b", str(counts["rows"]), *map(str, counts["labels"])]
+    holes = polyfed.check(polyfed.load_recipe(tmp_path / "run" / "recipe.toml", ["clients.missing_rows=0.3"]))
+    named = [line for line in repr(holes).splitlines() if line.strip().startswith("training rows, client")]
+    assert ["Süd" in line for line in named].count(True) == 1
+    assert not any(f"client {k} " in line for line in named for k in range(3))
 
 
 def test_several_columns_of_words_are_one_refusal_with_one_line() -> None:

@@ -180,3 +180,24 @@ def test_a_table_with_holes_gets_scores_of_subsets_and_validation_rows(tmp_path:
     with refuses(SystemExit, "0"):
         main(["init", str(tmp_path / "whole.csv"), "--out", str(tmp_path / "whole.toml")])
     assert "[evaluate]" not in (tmp_path / "whole.toml").read_text()
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".npz"])
+def test_a_refusal_lists_every_name_that_is_wrong_and_keeps_the_earlier_recipe(
+    suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = write(tmp_path, suffix), tmp_path / "mine.toml"
+    out.write_text("seed = 7\n")
+    words = ["init", str(file), "--out", str(out), "--leave-out", "one", "--leave-out", "two", "--label", "three"]
+    with refuses(SystemExit, "2"):
+        main(words)
+    assert "exists already" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*words, "--force"])
+    said = capsys.readouterr().err
+    assert all(f"'{name}'" in said for name in ("one", "two", "three"))
+    assert f"{out} is the recipe from before" in said
+    assert out.read_text() == "seed = 7\n"
+    with pytest.raises(SystemExit):
+        main([*words[:2], "--out", str(tmp_path / "none.toml"), "--label", "three"])
+    assert "from before" not in capsys.readouterr().err

@@ -300,7 +300,7 @@ def test_an_audit_attacks_what_crossed_and_names_what_did_not(tmp_path: Path) ->
     assert found["samples rebuilt", "gradients", "a"].status == "measured"
     absent = found["label of each row", "embeddings", "a"]
     assert (absent.status, absent.value, absent.advantage) == ("did not cross", None, None)
-    assert found["membership of rows", "parameters", "all"].status == "measured"
+    assert found["membership of rows", "parameters", "every block"].status == "measured"
     fedavg = audited(tmp_path / "fedavg", algorithm("fedavg", selector=Uniform()))
     counts = fedavg[label_attacks.PRESENT, "statistic", "a"]
     assert counts.status == "did not cross"
@@ -314,7 +314,7 @@ def test_embeddings_that_a_silo_sees_are_attacked_on_the_rows_that_were_asked(tm
     one = found["label of each row", "embeddings", "a"]
     assert (one.status, one.seen_by, one.field) == ("measured", "silo", "Embedded.embeddings")
     assert one.raw is not None
-    assert found["modalities held", "any", "all"].status == "measured"
+    assert found["modalities held", "any", "every block"].status == "measured"
 
 
 def test_labels_and_samples_that_cross_are_known_without_an_attack(tmp_path: Path) -> None:
@@ -324,7 +324,7 @@ def test_labels_and_samples_that_cross_are_known_without_an_attack(tmp_path: Pat
     assert found["samples rebuilt", "raw", "a"].value == 1.0
     assert found["label of each row", "labels", "labels"].value == 1.0
     assert found["label of each row", "labels", "labels"].significant
-    assert found["membership of rows", "parameters", "all"].status == "did not cross"
+    assert found["membership of rows", "parameters", "every block"].status == "did not cross"
 
 
 def test_the_ledger_of_the_run_decides_what_is_attacked(tmp_path: Path) -> None:
@@ -416,7 +416,7 @@ def test_a_task_without_classes_has_no_labels_to_attack(tmp_path: Path) -> None:
     found = audited(tmp_path / "run", algorithm("fedavg"), data=data, clients=ClientsSpec(partition="iid", num=4))
     one = found[label_attacks.PRESENT, "parameters", "shared"]
     assert (one.status, one.remark) == ("no attack", "the labels are no classes")
-    assert found["membership of rows", "parameters", "all"].status == "measured"
+    assert found["membership of rows", "parameters", "every block"].status == "measured"
     assert found["samples rebuilt", "parameters", "a"].status == "measured"
 
 

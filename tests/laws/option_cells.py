@@ -88,6 +88,7 @@ STRIKING: dict[tuple[str, str], list[Any]] = {
     ("limits", "max_runs_per_day"): [1],
     ("limits", "max_evaluations_per_day"): [0],
     ("evaluate", "clients"): [1],
+    ("evaluate", "unimodal"): ["head", "prototype"],  # "auto" is one of these or "zero"
     ("server", "max_norm"): [1e-3],
     ("algorithm", "active_rounds"): [0],
     ("algorithm", "per_epochs"): [0],
@@ -96,6 +97,8 @@ STRIKING: dict[tuple[str, str], list[Any]] = {
     ("algorithm", "max_age"): [2],
     ("algorithm", "dominance_threshold"): [10.0],
     ("algorithm", "price_per_second"): [1e3],
+    ("algorithm", "impact"): [50.0],
+    ("algorithm", "recency"): [50.0],
     ("algorithm", "private"): [["b"]],
 }
 """Values that show where the first value that fits the type would not, such as a limit that nobody reaches."""
@@ -134,8 +137,8 @@ SUBTLE = {
 }
 """Options that matter only with other data than those of the laws, and where a test shows it."""
 
-ROUNDS = {"pfmml": 6, "cmsfed": 4, "vfl": 1}
-"""Rounds, if not two: more where an option needs them to matter, fewer where a round has many requests."""
+ROUNDS = {"pfmml": 6, "cmsfed": 4, "mfedmc": 3}
+"""Rounds, if not two: more where an option needs them to matter."""
 
 
 def base(configuration: str) -> dict[str, Any]:

@@ -44,6 +44,7 @@ ROWS: dict[str, Row] = {
     "moon": Row({"mu": 1.0, "projection": 8}),
     "feddyn": Row({"alpha": 0.1}),
     "fednova": Row(),
+    "fedbuff": Row(),
     "local": Row(),
     "fedavg-ft": Row(),
     "fedrep": Row({"private_epochs": 2}),

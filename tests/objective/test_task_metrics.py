@@ -77,6 +77,19 @@ def test_the_c_index_counts_pairs(numbers: tuple[Tensor, Tensor]) -> None:
     assert ranking.c_index(torch.ones(5), torch.arange(5.0)) is None
 
 
+def test_the_interval_of_pairs_within_groups_holds_the_index_of_the_population() -> None:
+    draw, held, draws = torch.Generator().manual_seed(0), 0, 200
+    truth = 0.75  # the index of two normal variables with the correlation 1 / sqrt(2): 1/2 + arcsin(r) / pi
+    for _ in range(draws):
+        total = torch.zeros(3, dtype=torch.float64)
+        for rows in (25, 40, 60):
+            y = torch.randn(rows, generator=draw)
+            total += ranking.pair_sums(y, y + torch.randn(rows, generator=draw))
+        right, pairs, spread = total.tolist()
+        held += abs(right / pairs - truth) <= 1.96 * spread**0.5 / pairs
+    assert held / draws > 0.95 - 3 * (0.05 * 0.95 / draws) ** 0.5
+
+
 @pytest.mark.parametrize("rounding", [1, 100])
 def test_auroc_and_average_precision_equal_scikit_learn(rounding: int) -> None:
     y = (drawn(4, ROWS) > 0.8).long()

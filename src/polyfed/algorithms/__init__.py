@@ -15,6 +15,7 @@ docs/algorithms/NAME.md explains the method NAME.
 
 from polyfed.algorithms.averaging import Averaging
 from polyfed.algorithms.averaging.fedavg import FedAvg
+from polyfed.algorithms.averaging.fedbuff import FedBuff
 from polyfed.algorithms.averaging.feddyn import FedDyn
 from polyfed.algorithms.averaging.fednova import FedNova
 from polyfed.algorithms.averaging.fedprox import FedProx
@@ -71,6 +72,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "moon": Moon,
     "feddyn": FedDyn,
     "fednova": FedNova,
+    "fedbuff": FedBuff,
     "local": Local,
     "fedavg-ft": FedAvgFt,
     "fedrep": FedRep,

@@ -16,6 +16,7 @@ The table lists the hooks in the order in which they are called. All hooks excep
 | `local` | client | before the client's first task | its first local state |
 | `round` | server | every round; it asks clients with `fed.ask` | the next state |
 | `simulated_seconds` | server | after every round, if there is a network model | how long the round would take |
+| `pending` | server | after every round | the clients that still work, each with its round |
 | `observe`, `observe_tables` | server | after every round | numbers and matrices for the log |
 | `idle_options` | server | before the first round | the options that change nothing, each with what makes it idle |
 | `concerns` | server | once, after a third of the rounds | warnings about options that have had no effect so far |
@@ -326,6 +327,17 @@ class Algorithm(ABC, Generic[S]):
             times: the time at which each client would answer each request under the network model.
         """
         return times.barriers()
+
+    def pending(self, state: S) -> Mapping[int, int]:
+        """Return the clients that still work when the round ends, each with the round in which it was asked.
+
+        A resumed run may ask them again, so devices keep what they need for an answer. By default, there are none.
+        """
+        return {}
+
+    def settled(self, state: S, round: int) -> int:
+        """Return the newest round that a run never repeats if it goes on after `round`, from `pending`."""
+        return min([round, *(asked - 1 for asked in self.pending(state).values())])
 
     def concerns(self, logged: Sequence[Mapping[str, float]]) -> list[str]:
         """Return warnings for the user: sentences about parts of the method that have had no effect so far.

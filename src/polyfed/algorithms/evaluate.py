@@ -24,7 +24,7 @@ from polyfed.evaluation.site_scores import (
     TwoModels,
     compared,
     flaw_of,
-    flaw_of_cells,
+    flaw_of_two,
     of_sites,
     site_scores,
     summary,
@@ -32,7 +32,7 @@ from polyfed.evaluation.site_scores import (
 from polyfed.federation.client_registry import TEST, VALIDATION
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
-from polyfed.objective import Classification, Objective, Ordinal
+from polyfed.objective import Classification, MultiLabel, Objective, Ordinal
 from polyfed.training import ClientData
 
 SERVER = "server"
@@ -63,7 +63,8 @@ class Evaluate(Algorithm):
         groups: column -> values: scores of the rows with each value too. The column is an array of the data, such as
             `sex = ["F", "M"]`. A device shows a group only if its policy allows the column (`[allow] groups`) and the
             group has `[limits] min_group` rows.
-        against: a second model, as in `[model] init`: sites count on how many rows both, one or none is right.
+        against: a second model, as in `[model] init`: sites count on how many rows both, one or none is right, and
+            compute the AUROCs of both with DeLong's variance of their difference.
     """
 
     mixing: ClassVar[str] = ""
@@ -80,10 +81,10 @@ class Evaluate(Algorithm):
             when=lambda recipe: (
                 bool(recipe.algorithm.against)
                 and recipe.task is not None
-                and not isinstance(recipe.task, Classification | Ordinal)
+                and not isinstance(recipe.task, Classification | Ordinal | MultiLabel)
             ),
-            beside="a [task] other than classification and ordinal",
-            because="clients count right answers, and other comparisons need the answers for single rows",
+            beside="a [task] other than classification, ordinal and multi-label",
+            because="clients count right answers and compute AUROCs, and other comparisons need single rows' answers",
             instead="Evaluate each model with a job of its own, or both on a file: polyfed evaluate A B --data FILE",
         ),
     )
@@ -140,11 +141,11 @@ class Evaluate(Algorithm):
         sites = {_name_of(client): reply for client, reply in sorted(replies.items())}
         if not state.against:
             return EvaluationState(state.params, sites)
-        both = TwoModels(state.params, state.against)
+        both, labels = TwoModels(state.params, state.against), _ranked_labels(fed.context)
         rows = replies.numbers("num_rows")
 
         def wrong(client: int, reply: Compared) -> str:
-            return flaw_of_cells(reply, rows[client])
+            return flaw_of_two(objective, reply, rows[client], labels)
 
         answers = fed.ask(self.compare, [*replies], both, held_out=self.rows, accept=wrong)
         compared = {_name_of(client): reply for client, reply in sorted(answers.items())}
@@ -161,7 +162,10 @@ class Evaluate(Algorithm):
         if not state.sites:
             return {}
         found = summary(fed.context.objective, state.sites, self.groups)
-        return {"evaluation": found | ({"comparison": of_sites(state.compared)} if state.compared else {})}
+        if not state.compared:
+            return {"evaluation": found}
+        rows = {name: int(one.num_rows) for name, one in state.sites.items()}
+        return {"evaluation": found | {"comparison": of_sites(fed.context.objective, state.compared, rows)}}
 
     @task(loop_because="the number of rows decides which classes and groups it shows")
     def measure(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[SiteScores, Tree]:
@@ -175,11 +179,17 @@ class Evaluate(Algorithm):
         """Count on how many of the client's own rows the models are right."""
         rows = data if context.evaluation_client else data.test
         least = rows.min_group or (DEVICE_GROUP if context.on_device else 0)
-        return compared(context, got.params, got.against, rows, least), local
+        return compared(context, got.params, got.against, rows, least, _ranked_labels(context)), local
 
 
 def _name_of(client: int) -> str:
     return SERVER if client < 0 else str(client)
+
+
+def _ranked_labels(context: ClientContext) -> int:
+    """Return the number of labels or classes with an AUROC."""
+    bins = context.objective.score_bins(_no_rows(context))
+    return 0 if bins is None else bins.shape[1]
 
 
 def _no_rows(context: ClientContext) -> torch.Tensor:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+import typer.core
 
 from polyfed.cli.output import print_error
 from polyfed.core.errors import DataError, PolyfedError, PolyfedWarning, RecipeError
@@ -32,6 +33,8 @@ PYTHON_FORMAT = warnings.formatwarning
 """Python's own format of a warning."""
 
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
+
+typer.core.HAS_RICH = False  # or Typer 0.20 writes a backslash before the brackets of plain help
 
 app = typer.Typer(
     name="polyfed",

@@ -8,9 +8,9 @@ from typing import Any
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.base import Algorithm
 from polyfed.cli.printing import catalogue
-from polyfed.core.errors import RecipeError, did_you_mean
+from polyfed.core.errors import PolyfedError, RecipeError, did_you_mean
 from polyfed.core.messages import DESTINATIONS, KINDS, LABELS
-from polyfed.core.problems import Problems
+from polyfed.core.problems import Problems, copied
 from polyfed.core.system.files import replace_text
 from polyfed.core.system.json_and_toml import parse_toml, toml_value
 from polyfed.core.tree import SHARED
@@ -19,7 +19,7 @@ from polyfed.data.reading.array_files import existing
 from polyfed.data.reading.column_guess import START, rule_for
 from polyfed.data.sources.own.table_files import read
 from polyfed.experiment.recipes.file_reading import dialect_of
-from polyfed.experiment.recipes.first_recipe import starter
+from polyfed.experiment.recipes.first_recipe import Starter, starter
 from polyfed.experiment.recipes.overrides import apply
 from polyfed.model import ModelSpec
 from polyfed.privacy.egress.policy import EVERY, Policy
@@ -61,6 +61,25 @@ def write_recipe(
         raise RecipeError(
             f"{out} exists already; nothing was replaced. Choose another file with --out, or replace it with --force"
         )
+    try:
+        made = _made(file, out, columns, rules or {}, task, leave_out, overrides)
+    except PolyfedError as error:
+        if not out.exists():
+            raise
+        raise copied(error, f"{error}\n{out} is the recipe from before") from None
+    replace_text(out, made.text)
+    return made.notes
+
+
+def _made(
+    file: Path,
+    out: Path,
+    columns: Mapping[str, str | list[str] | None],
+    rules: Mapping[str, Any],
+    task: str | None,
+    leave_out: Sequence[str],
+    overrides: Sequence[str],
+) -> Starter:
     told: dict[str, Any] = {}
     for override in overrides:
         apply(told, override)
@@ -70,10 +89,8 @@ def write_recipe(
             "check and run"
         )
     known = told.get("data", {}) | {key: value for key, value in columns.items() if value is not None}
-    ruled = {**known.get("columns", {}), **_dated(file, rules or {}, known)}
-    made = starter(file, known | ({"columns": ruled} if ruled else {}) | {"leave_out": leave_out}, task)
-    replace_text(out, made.text)
-    return made.notes
+    ruled = {**known.get("columns", {}), **_dated(file, rules, known)}
+    return starter(file, known | ({"columns": ruled} if ruled else {}) | {"leave_out": leave_out}, task)
 
 
 def _dated(file: Path, rules: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -113,8 +113,6 @@ def enqueue(app: Path, credentials: Path, changes: Mapping[str, str], at: float,
     Raises:
         PolyfedError: the app is wrong, or the folder holds no credentials of a server.
     """
-    if not (credentials / "server.pem").exists():
-        raise RecipeError(f"{credentials} holds no server.pem. Give the folder of the server (--credentials)")
     with needing_extra("a run with devices"):
         from polyfed.deploy.server import queued_run
     return queued_run.enqueue(app, credentials, changes, at, wait)

@@ -16,6 +16,7 @@ from polyfed.core.errors import DataError, PolyfedError, RecipeError, command
 from polyfed.core.tree import Tree, size_bytes
 from polyfed.data import Column, Columns, Population, stacked
 from polyfed.data.columns import OWN_TEST, TEST, VALIDATION
+from polyfed.data.reading.array_files import Arrays
 from polyfed.data.sources.own.npz import Npz, scaling_names
 from polyfed.deploy.device.agent import LARGEST_APP
 from polyfed.deploy.device.allowed_arrays import array_names, standard
@@ -176,14 +177,11 @@ def write_nodes(recipe: Recipe, folder: str | Path) -> list[Path]:
         The folders `nodes/0`, `nodes/1`, ... below `folder`.
 
     Raises:
-        RecipeError: [data.columns] speaks of arrays, of which the population holds only what they became.
+        RecipeError: [data.columns] reads image files, which lie beside the file of all clients, or rows were left out.
     """
-    if isinstance(recipe.data, Npz) and recipe.data.columns:
-        raise RecipeError(
-            f"[data.columns] makes numbers of {', '.join(recipe.data.columns)}, and the files of single clients would "
-            "hold these numbers instead. Write a file with the original arrays for each client"
-        )
     population = population_of(recipe)
+    if isinstance(recipe.data, Npz) and recipe.data.columns:
+        _refuse_uncopied(recipe.data, len(population.columns))
     written = []
     for client in range(population.num_clients):
         place = Path(folder) / NODES / str(client)
@@ -195,6 +193,23 @@ def write_nodes(recipe: Recipe, folder: str | Path) -> list[Path]:
             continue
         (place / "policy.toml").write_text(_policy_for(recipe), encoding="utf-8")
     return written
+
+
+def _refuse_uncopied(source: Npz, rows: int) -> None:
+    """Refuse arrays that cannot be copied row by row into the files of single clients."""
+    rules = {feature.column: feature.rule for features in source.features.values() for feature in features}
+    if images := [column for column, rule in rules.items() if rule is not None and rule.kind == "image"]:
+        raise RecipeError(
+            f"[data.columns] reads the image files that {', '.join(images)} names, from the folder of this file. Write "
+            "a file with the pixels as an array for each client",
+            ("data", "columns"),
+        )
+    if Arrays(source.path)[next(iter(rules))].shape[0] != rows:
+        raise RecipeError(
+            "[data] empty_rows or stack changes which rows there are, so the arrays of [data.columns] have other rows "
+            "than the samples. Write a file for each client yourself",
+            ("data", "columns"),
+        )
 
 
 def _policy_for(recipe: Recipe) -> str:
@@ -225,8 +240,12 @@ def _arrays(population: Population, client: int, recipe: Recipe) -> dict[str, np
     )
     rows = np.concatenate([train.numpy(), own.numpy(), validation.numpy()])
     arrays: dict[str, np.ndarray] = {}
+    made, stored = ({}, None) if not isinstance(recipe.data, Npz) else (recipe.data.features, Arrays(recipe.data.path))
     for name in population.modalities(client):
-        arrays |= _samples(name, columns.modalities[name], train.new_tensor(rows), recipe)
+        if name in made and stored is not None:  # what the words and holes become is fitted by all clients together
+            arrays |= {feature.column: stored[feature.column][rows] for feature in made[name]}
+        else:
+            arrays |= _samples(name, columns.modalities[name], train.new_tensor(rows), recipe)
         if name in columns.present:
             arrays[f"{name}_present"] = columns.present[name].numpy()[rows]
     names = array_names(recipe)

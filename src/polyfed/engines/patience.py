@@ -144,6 +144,8 @@ class PatientTransport(ABC):
         self._misses: Counter[int] = Counter()  # number of deadlines in a row that a client missed
         self._skip: Counter[int] = Counter()  # number of requests until a late client gets the full deadline again
         self._overdue: dict[str, tuple[int, float]] = {}  # closed requests: client, and when the message is deleted
+        self._working = OpenRequest({}, Patience(math.inf, 1), 0.0)  # what `gather` has sent and nobody has answered
+        self._since: dict[int, float] = {}  # when each of these clients was asked
 
     @abstractmethod
     def push(self, packets: Sequence[tuple[Node, Packet]], seconds: float, *, enrols: bool) -> list[str]:
@@ -255,6 +257,67 @@ class PatientTransport(ABC):
             if not came:
                 self._pause(run.started, min(run.end, run.grace))
         return self._settled(run, why)
+
+    @property
+    def working(self) -> Collection[int]:
+        """The clients that have got a packet by `gather` and have not answered."""
+        return self._since.keys()
+
+    def gather(
+        self,
+        packets: dict[int, Packet],
+        patience: Patience,
+        interval_s: float | None = None,
+        sent: Callable[[Collection[int]], None] = lambda clients: None,
+    ) -> dict[int, Packet | str]:
+        """Send packets, and return what has come when enough clients have replied; see `Transport.gather`.
+
+        Nobody gives up the other requests: their replies are for a later call. A client that has been asked longer than
+        `patience.seconds` ago, or whose node is offline for `patience.away_seconds`, is given up.
+        """
+        now = time.monotonic()
+        run, looked = self._working, now
+        run.patience, run.started, run.packets = patience, now, {**run.packets, **packets}
+        self._since |= dict.fromkeys(packets, now)
+        absent = [client for client in packets if client not in self.node_of]
+        run.answers |= dict.fromkeys(absent, "it has not enrolled, or was left out")
+        self._send(run, packets, patience.seconds)
+        sent(packets.keys() & set(run.waiting.values()))
+        end = math.inf if interval_s is None else now + interval_s
+        while not self._full(run, end):
+            came = self._pull(run)
+            if time.monotonic() - looked > LOOK_EVERY:
+                self._look(run)
+                looked = time.monotonic()
+            if not came:
+                ends = [end, *(self._since[client] + patience.seconds for client in run.pending())]
+                self._pause(run.started, min(one for one in ends if one > time.monotonic()))
+        answers, run.answers = run.answers, {}
+        run.packets = {client: packet for client, packet in run.packets.items() if client not in answers}
+        self._since = {client: since for client, since in self._since.items() if client not in answers}
+        return answers
+
+    def _full(self, run: OpenRequest, end: float) -> bool:
+        """Return whether a buffer is full, or nobody is left to wait for. Give up clients that have had their time."""
+        now, patience = time.monotonic(), run.patience
+        given_up = set[int]()
+        for client in run.pending():
+            if now >= self._since[client] + patience.seconds:
+                run.answers[client] = f"late: no answer within {patience.seconds:g} seconds"
+            elif run.gone(client, now):
+                run.answers[client] = f"late: its node has been offline for {now - run.away[client]:.0f} seconds"
+            else:
+                continue
+            given_up.add(client)
+            run.again.pop(client, None)
+        if given_up:
+            ended = {identity: client for identity, client in run.waiting.items() if client in given_up}
+            kept_until = now + TTL * patience.seconds
+            self._overdue |= {identity: (client, kept_until) for identity, client in ended.items()}
+            run.waiting = {identity: client for identity, client in run.waiting.items() if identity not in ended}
+            self.close(list(ended))
+        enough = patience.least if now >= end else patience.enough
+        return not run.pending() or run.replied >= enough
 
     def _closed(self, run: OpenRequest) -> str:
         """Return why the server no longer waits for answers, or "" if it still waits.

@@ -295,6 +295,31 @@ class Transport(Protocol):
 
     discarded: Counter[int]
 
+    @property
+    def working(self) -> Collection[int]:
+        """The clients that have got a packet by `gather` and have not answered."""
+        ...
+
+    def gather(
+        self,
+        packets: dict[int, Packet],
+        patience: Patience,
+        interval_s: float | None,
+        sent: Callable[[Collection[int]], None],
+    ) -> dict[int, Packet | str]:
+        """Send a packet to each client, and return what has come from them and from those that are still working.
+
+        Args:
+            packets: the packets, by client; of clients that are not working.
+            patience: how many replies to wait for, and for how long for each client from when it was asked.
+            interval_s: `patience.least` replies are enough after so many seconds. None: never.
+            sent: called once with the clients whose packets have left.
+
+        Raises:
+            TransportError: the connection failed permanently.
+        """
+        ...
+
     def exchange(
         self, packets: dict[int, Packet], patience: Patience, sent: Callable[[Collection[int]], None]
     ) -> dict[int, Packet | str]:

@@ -7,7 +7,8 @@ lists the refused parts.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +55,7 @@ class ReplyTerms:
         stop_on_refusal: whether a client's refusal ends the run. Otherwise the request continues without the client.
         relay: whether the server may relay, and so see, the messages between clients of a silo.
         limit: size in bytes of the largest message that server and clients read.
+        holds: whether clients may work on while the server goes on.
     """
 
     session: int = 0
@@ -64,6 +66,7 @@ class ReplyTerms:
     stop_on_refusal: bool = True
     relay: bool = False
     limit: int = 2**29
+    holds: bool = True
 
 
 class Remote(Engine):
@@ -84,7 +87,7 @@ class Remote(Engine):
 
     def __init__(self, *args: Any, transport: Transport, terms: ReplyTerms, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.transport, self.terms = transport, terms
+        self.transport, self.terms, self.holds = transport, terms, terms.holds
         columns = self.population.columns
         shapes = {name: column.shape for name, column in columns.modalities.items()}
         scaled = columns.standardise if isinstance(columns.standardise, tuple) else ()
@@ -103,33 +106,79 @@ class Remote(Engine):
             replies |= self._exchanged(request, asked, send, missing)
         return Answer.of(stacked(replies), missing)
 
+    def gather(
+        self, round: int, asked: Sequence[tuple[Request, Sequence[int], Send]], enough: int, interval_s: float | None
+    ) -> list[Answer]:
+        """Ask clients, and return what has come when `enough` have replied; see `polyfed.federation.Holding`."""
+        packets: dict[int, Packet] = {}
+        messages: dict[int, Message] = {}
+        request_of = {client: request for request, clients, _ in asked for client in clients}
+        for request, clients, send in asked:  # after a restart, those of earlier rounds leave again
+            new, own = self._packets(request, [one for one in clients if one not in self.transport.working], send)
+            packets, messages = packets | new, messages | own
+
+        def sent(clients: Collection[int]) -> None:
+            for client in sorted(clients):
+                self._book(request_of[client], client, messages[client], TO_CLIENT, came=round)
+
+        least = min(self.terms.min_replies, len(request_of))
+        patience = Patience(self.terms.reply_seconds, enough, least, self.terms.away_seconds)
+        with self._telling_late_replies():
+            answers = self.transport.gather(packets, patience, interval_s, sent)
+        found, refused = list[Answer](), list[EgressError]()
+        for request, clients, _ in asked:
+            missing: dict[int, str] = {}
+            own_answers = {client: answers[client] for client in clients if client in answers}
+            replies = self._accepted(request, own_answers, missing, refused, came=round)
+            found.append(Answer.of(stacked(replies), missing))
+        if refused:
+            raise refused[0]
+        return found
+
     def _exchanged(
         self, request: Request, asked: Sequence[int], send: Send, missing: dict[int, str]
     ) -> dict[int, Message]:
         """Send the request to clients in other processes and return their usable replies."""
+        answers, refused = self._answers(request, *self._packets(request, asked, send)), list[EgressError]()
+        replies = self._accepted(request, {client: answers[client] for client in asked}, missing, refused)
+        if refused:  # raised only now, so that the ledger also records the replies of the other clients
+            raise refused[0]
+        return replies
+
+    def _accepted(
+        self,
+        request: Request,
+        answers: Mapping[int, Packet | str],
+        missing: dict[int, str],
+        refused: list[EgressError],
+        came: int | None = None,
+    ) -> dict[int, Message]:
+        """Return the usable replies among the answers, and add the refusals that end the run to `refused`."""
         replies: dict[int, Message] = {}
-        answers = self._answers(request, *self._packets(request, asked, send))
-        refused: EgressError | None = None
-        for client in asked:
+        for client, answer in answers.items():
             try:
-                reply = self._reply(request, client, answers[client], missing)
+                reply = self._reply(request, client, answer, missing, came)
             except EgressError as error:
-                refused = refused or error
+                refused.append(error)
                 continue
             if reply is not None:
                 replies[client] = self.to_device(reply)
-        if refused is not None:  # raised only now, so that the ledger also records the replies of the other clients
-            raise refused
         return replies
+
+    @contextmanager
+    def _telling_late_replies(self) -> Iterator[None]:
+        """Emit an event for each client whose late reply to an earlier request is discarded meanwhile."""
+        before = self.transport.discarded.copy()
+        yield
+        for client, count in (self.transport.discarded - before).items():
+            total = self.transport.discarded[client]
+            self.emit("late-reply", client=client, discarded=count, total=total)
 
     def _answers(
         self, request: Request, packets: dict[int, Packet], messages: Mapping[int, Message]
     ) -> dict[int, Packet | str]:
-        """Exchange the packets, and record the sent messages in the ledger.
-
-        This also emits an event for each client whose late reply to an earlier request was discarded.
-        """
-        terms, before = self.terms, self.transport.discarded.copy()
+        """Exchange the packets, and record the sent messages in the ledger."""
+        terms = self.terms
         least = min(terms.min_replies, len(packets))
         share = math.ceil(terms.close_at * len(packets) - 1e-9)
         enough = max(share if request.enough is None else min(share, request.enough), least)
@@ -139,11 +188,8 @@ class Remote(Engine):
             for client in sorted(clients):
                 self._book(request, client, messages[client], TO_CLIENT)
 
-        answers = self.transport.exchange(packets, patience, sent)
-        for client, count in (self.transport.discarded - before).items():
-            total = self.transport.discarded[client]
-            self.emit("late-reply", client=client, discarded=count, total=total)
-        return answers
+        with self._telling_late_replies():
+            return self.transport.exchange(packets, patience, sent)
 
     def _request_id(self, request: Request, client: int) -> RequestId:
         return RequestId(self.ledger.run, self.terms.session, request.round, request.number, client)
@@ -179,7 +225,9 @@ class Remote(Engine):
             )
         return packets, messages
 
-    def _reply(self, request: Request, client: int, answer: Packet | str, missing: dict[int, str]) -> Message | None:
+    def _reply(
+        self, request: Request, client: int, answer: Packet | str, missing: dict[int, str], came: int | None = None
+    ) -> Message | None:
         """Decode a client's packet and return the reply. Return None if there is no usable reply.
 
         `answer` is the packet, or a text that says why there is no packet. If there is no usable reply, the reason is
@@ -201,7 +249,7 @@ class Remote(Engine):
                 raise
             missing[client] = one_line(error)
             return None
-        self._book(request, client, reply, request.scope, seal_of(answer.header))
+        self._book(request, client, reply, request.scope, seal_of(answer.header), came)
         return reply
 
     def _opened(self, request: Request, client: int, answer: Packet) -> Message:
@@ -236,10 +284,20 @@ class Remote(Engine):
         names = len(self.model.template) + len(self.population.columns.modalities) + 2
         return NAMES_PER_NAME * names * len(reply.declared)
 
-    def _book(self, request: Request, client: int, msg: Message, destination: str, seal: str = "") -> None:
-        parts = crossings(msg)
+    def _book(
+        self,
+        request: Request,
+        client: int,
+        msg: Message,
+        destination: str,
+        seal: str = "",
+        came: int | None = None,
+    ) -> None:
+        """Record a message in the ledger. `came` is the round in which it passed, if a buffer was filled then."""
+        parts, came = crossings(msg), None if came == request.round else came
         allowed = (True,) * len(parts)
         hashes = contents(msg, parts, allowed) if self.ledger.hashing else ()
         name = type(msg).__name__
-        entry = Entry(request.round, request.number, (client,), name, parts, destination, allowed, hashes, seal)
+        place = (request.round, request.number, (client,))
+        entry = Entry(*place, name, parts, destination, allowed, hashes, seal, came)
         self.ledger.book(entry)

@@ -48,7 +48,7 @@ NOISY_BINS = BINS // JOINED + 1
 OCTAVES, PER_OCTAVE = 20, 32
 """Bins of an absolute error: from 2^-OCTAVES to 2^OCTAVES, each larger than the one before by 2^(1/PER_OCTAVE)."""
 
-EVERYBODY = "all"
+EVERYBODY = "*"
 """The group of all clients."""
 
 TELLS = (

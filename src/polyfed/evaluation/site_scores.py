@@ -18,7 +18,7 @@ from polyfed.core.messages import HISTOGRAM, Message, carries, message
 from polyfed.core.option_checks import NOT_NEGATIVE, between
 from polyfed.core.tree import Tree
 from polyfed.evaluation.scores import all_rows
-from polyfed.evaluation.two_models import disagreement, paired_shares
+from polyfed.evaluation.two_models import disagreement, paired_areas, paired_shares, within_sites
 from polyfed.federation.context import ClientContext
 from polyfed.objective import Objective
 from polyfed.objective.report import (
@@ -72,10 +72,12 @@ class TwoModels(Message):
 class Compared(Message):
     """On how many of a site's rows both models, only the first, only the second, and none are right: `cells`, (4,).
 
-    A class with few rows counts nowhere, as in `SiteScores`.
+    A class with few rows counts nowhere, as in `SiteScores`. `areas` (K, 4) has a row for each label or class of the
+    objective's `ranked_rows`: the number of compared rows, and `paired_areas`. It is 0 if one side has too few rows.
     """
 
     cells: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE, shape=(4,), scored=True)
+    areas: Tensor = carries("statistic", dtype="sums", within=NOT_NEGATIVE, shape=(None, 4), scored=True)
 
 
 def site_scores(context: ClientContext, w: Tree, rows: ClientData, values: Values, least: int) -> SiteScores:
@@ -97,7 +99,11 @@ def site_scores(context: ClientContext, w: Tree, rows: ClientData, values: Value
     outputs, y = outputs[:count].cpu(), batch.y[:count].cpu()
     kept, y = objective.visible(y, least)
     total = None
-    for part in [kept.nonzero()[:, 0]] if objective.WHOLE else torch.split(kept.nonzero()[:, 0], 16 * FOLD_BATCH):
+    for part in (
+        [kept.nonzero()[:, 0]]
+        if objective.WHOLE or objective.PAIRS
+        else torch.split(kept.nonzero()[:, 0], 16 * FOLD_BATCH)
+    ):
         sums = objective.site_sums(outputs[part], Batch({}, y[part], torch.arange(len(part))))
         total = sums if total is None else total + sums
     hidden = int((~kept).sum()) > 0 or not torch.equal(y.isnan(), batch.y[:count].cpu().isnan())
@@ -125,7 +131,7 @@ def site_scores(context: ClientContext, w: Tree, rows: ClientData, values: Value
     return SiteScores(total, groups, levels, shares, torch.tensor(int(kept.sum())), torch.tensor(int(hidden)))
 
 
-def compared(context: ClientContext, first: Tree, second: Tree, rows: ClientData, least: int) -> Compared:
+def compared(context: ClientContext, first: Tree, second: Tree, rows: ClientData, least: int, labels: int) -> Compared:
     """Compute a site's report on two models.
 
     Args:
@@ -133,25 +139,60 @@ def compared(context: ClientContext, first: Tree, second: Tree, rows: ClientData
         second: the second model.
         rows: the rows on which both predict.
         least: the smallest number of rows of a class that may be shown.
+        labels: the number of labels or classes of the objective's `ranked_rows`.
     """
     objective, model = context.objective, context.model
-    right, cells = [], torch.zeros(4, dtype=torch.int64)
+    given: list[Tensor] = []
     for w in (first, second):
         found = all_rows(rows, lambda batch, w=w: objective.outputs(model, w, batch))  # type: ignore[misc]
         if found is None:
-            return Compared(cells)
+            return Compared(torch.zeros(4, dtype=torch.int64), torch.zeros(labels, 4, dtype=torch.float64))
         count = int(rows.num_rows)
+        given.append(found[0][:count].cpu())
         y = found[1].y[:count].cpu()
-        right.append(objective.decided(found[0][:count].cpu()) == y)
-    kept, _ = objective.visible(y, least)
-    places = 2 * (~right[0]).long() + (~right[1]).long()
-    return Compared(torch.bincount(places[kept], minlength=4))
+    kept, shown = objective.visible(y, least)
+    cells = torch.zeros(4, dtype=torch.int64)
+    if objective.OF_CLASSES:
+        right = [objective.decided(outputs) == y for outputs in given]
+        cells = torch.bincount((2 * (~right[0]).long() + (~right[1]).long())[kept], minlength=4)
+    return Compared(cells, site_areas(objective, [one[kept] for one in given], shown[kept], least))
 
 
-def flaw_of_cells(reply: Compared, rows: float) -> str:
+def site_areas(objective: Objective, outputs: Sequence[Tensor], y: Tensor, least: int) -> Tensor:
+    """Return `Compared.areas`, given the outputs of both models for some rows, and the fewest rows of a shown side."""
+    ranked = [objective.ranked_rows(one, Batch({}, y, torch.arange(len(y)))) for one in outputs]
+    assert ranked[0] is not None
+    assert ranked[1] is not None
+    _, positive, negative = ranked[0]
+    found = torch.zeros(positive.shape[1], 4, dtype=torch.float64)
+    for place in range(len(found)):
+        some = (positive | negative)[:, place]
+        sides = (int(positive[:, place].sum()), int(negative[:, place].sum()))
+        scores = (one[0][some, place].double().numpy() for one in ranked if one is not None)
+        areas = paired_areas(positive[some, place].numpy(), *scores) if min(sides) >= max(least, 1) else None
+        if areas is None:
+            continue
+        first, second, variance = areas
+        if least > 1 and variance:  # its last digits could tell the order of single rows
+            variance = 2.0 ** (math.ceil(STEPS * math.log2(variance)) / STEPS)
+        found[place] = torch.tensor([sum(sides), first, second, variance], dtype=torch.float64)
+    return found
+
+
+MOST_VARIANCE = 4.0
+"""No variance of `paired_areas` is larger, because the components of a difference lie between -1 and 1."""
+
+
+def flaw_of_two(objective: Objective, reply: Compared, rows: float, labels: int) -> str:
     """Return why a site's report on two models is impossible for its number of rows, or ""."""
-    counts = reply.cells
-    return "" if bool((counts >= 0).all()) and float(counts.sum()) == rows else "counts other rows than it has"
+    counts, areas = reply.cells, reply.areas.cpu()
+    if bool((counts < 0).any()) or float(counts.sum()) != (rows if objective.OF_CLASSES else 0):
+        return "counts other rows than it has"
+    if len(areas) != labels or bool((areas < 0).any()):
+        return "has areas of another shape than the job asks for"
+    if bool((areas > torch.tensor([rows, 1.0, 1.0, MOST_VARIANCE], dtype=torch.float64)).any()):
+        return "has areas that no rows have"
+    return ""
 
 
 def flaw_of(objective: Objective, reply: SiteScores, values: Values, size: int) -> str:
@@ -176,23 +217,34 @@ def flaw_of(objective: Objective, reply: SiteScores, values: Values, size: int) 
     return objective.site_flaw(reply.sums.cpu(), rows)
 
 
-def of_sites(sites: Mapping[str, Compared]) -> dict[str, Any]:
-    """Return the entry `comparison` of an evaluation job: McNemar's test, and the difference at each site.
+def of_sites(objective: Objective, sites: Mapping[str, Compared], rows: Mapping[str, int]) -> dict[str, Any]:
+    """Return the entry `comparison` of an evaluation job: McNemar's test, the AUROCs, and the difference at each site.
 
     Args:
+        objective: the task.
         sites: the name of a site -> its report.
+        rows: the name of a site -> the number of rows in its report.
     """
+    found: dict[str, Any] = {"rows": sum(rows[name] for name in sites), "bootstrap": {}}
     cells = {name: [int(number) for number in one.cells.tolist()] for name, one in sites.items() if one.cells.sum()}
-    both, first, second, none = (sum(own[place] for own in cells.values()) for place in range(4))
-    rows = both + first + second + none
-    found: dict[str, Any] = {"rows": rows, "bootstrap": {}}
-    gaps = None
-    if len(cells) > 1:
-        found["clients"] = len(cells)
-        gaps = np.array([float(own[1] - own[2]) for own in cells.values()])
-    found["mcnemar"] = asdict(disagreement(first, second, gaps))
-    found["by_site"] = {name: asdict(paired_shares(*own)) | {"rows": sum(own)} for name, own in cells.items()}
-    return found
+    if cells:
+        _, first, second, _ = (sum(own[place] for own in cells.values()) for place in range(4))
+        gaps = None
+        if len(cells) > 1:
+            found["clients"] = len(cells)
+            gaps = np.array([float(own[1] - own[2]) for own in cells.values()])
+        found["mcnemar"] = asdict(disagreement(first, second, gaps))
+        found["by_site"] = {name: asdict(paired_shares(*own)) | {"rows": sum(own)} for name, own in cells.items()}
+    areas = torch.stack([one.areas.cpu() for one in sites.values()]).double().numpy()  # (S, K, 4)
+    tests = {}
+    for place in range(areas.shape[1]):
+        known = areas[:, place][areas[:, place, 0] > 0]
+        if len(known):
+            label = objective.ranked_name(place, areas.shape[1], None)
+            tests[label] = asdict(within_sites(known[:, 0], known[:, 1:])) | {
+                "rows": round(known[:, 0].sum()), "sites": len(known)
+            }  # fmt: skip
+    return found | ({"delong_within_sites": tests} if tests else {})
 
 
 def summary(
@@ -252,7 +304,7 @@ def _add_intervals(objective: Objective, pooled: dict[str, Any], sums: Tensor) -
 MOST_SITES = 200
 """The largest number of groups that the jackknife leaves out; more sites are put into so many groups."""
 
-SHARES = ("accuracy", "exact_match", "top5", "uar", "macro_f1", "micro_f1", *NAMES)
+SHARES = ("accuracy", "exact_match", "top5", "uar", "macro_f1", "micro_f1", "c_index_within_sites", *NAMES)
 """The metrics that lie in [0, 1]."""
 
 

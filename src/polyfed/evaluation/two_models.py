@@ -5,7 +5,7 @@ instead of the rows.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,55 @@ def delong(positive: Bools, first: Floats, second: Floats, clients: Ints | None 
         second: scores of the second model, (n,).
         clients: the client of each row, from 0, (n,).
     """
+    found = _components(positive, first, second)
+    if found is None:
+        return None
+    areas, gaps = found
+    if clients is None:
+        return _of_areas(areas, _variance(gaps))
+    rows = np.empty(len(positive))
+    rows[positive], rows[~positive] = (one / len(one) for one in gaps)
+    sums = np.bincount(clients, rows)
+    count = len(np.unique(clients))
+    spread = float(np.square(sums).sum()) * count / max(count - 1, 1)
+    return _of_areas(areas, spread, stats.t(max(count - 1, 1)))
+
+
+def paired_areas(positive: Bools, first: Floats, second: Floats) -> tuple[float, float, float] | None:
+    """Return two AUROCs on the same rows and DeLong's variance of their difference; see `delong`."""
+    found = _components(positive, first, second)
+    return None if found is None else (*found[0], _variance(found[1]))
+
+
+def within_sites(rows: Floats, areas: Floats) -> Difference:
+    """Compare two models by their AUROCs within each of several sites, averaged over the sites by rows.
+
+    The sites are taken as they are, not as a sample of sites.
+
+    Args:
+        rows: the number of rows of each site, (S,).
+        areas: `paired_areas` of each site, (S, 3).
+    """
+    weights = rows / rows.sum()
+    first, second = weights @ areas[:, 0], weights @ areas[:, 1]
+    return _of_areas((float(first), float(second)), float(np.square(weights) @ areas[:, 2]))
+
+
+def _of_areas(areas: tuple[float, float], variance: float, law: Any = stats.norm) -> Difference:
+    """Return the difference of two AUROCs, given its variance and its distribution divided by its deviation."""
+    gap, deviation, quantile = areas[0] - areas[1], math.sqrt(variance), float(law.ppf(0.975))
+    p = float(2 * law.sf(abs(gap) / deviation)) if deviation else float(gap == 0)
+    return Difference(*areas, gap - quantile * deviation, gap + quantile * deviation, p)
+
+
+def _variance(gaps: Sequence[Floats]) -> float:
+    return sum(float(np.square(one).sum()) / (len(one) - 1) / len(one) for one in gaps if len(one) > 1)
+
+
+def _components(
+    positive: Bools, first: Floats, second: Floats
+) -> tuple[tuple[float, float], tuple[Floats, Floats]] | None:
+    """Return both AUROCs, and the structural components of their difference, centred, of the rows of each side."""
     m, n = int(positive.sum()), int((~positive).sum())
     if not m or not n:
         return None
@@ -64,19 +113,8 @@ def delong(positive: Bools, first: Floats, second: Floats, clients: Ints | None 
         of_positive.append((both[:m] - own) / n)
         of_negative.append(1 - (both[m:] - other) / m)
     gap = areas[0] - areas[1]
-    gaps = [(parts[0] - parts[1] - gap) / count for parts, count in ((of_positive, m), (of_negative, n))]
-    law: Any = stats.norm
-    if clients is None:
-        spread = sum(float(np.square(one).sum()) * len(one) / (len(one) - 1) for one in gaps if len(one) > 1)
-    else:
-        rows = np.empty(m + n)
-        rows[positive], rows[~positive] = gaps
-        sums = np.bincount(clients, rows)
-        count = len(np.unique(clients))
-        spread, law = float(np.square(sums).sum()) * count / max(count - 1, 1), stats.t(max(count - 1, 1))
-    deviation, quantile = math.sqrt(spread), float(law.ppf(0.975))
-    p = float(2 * law.sf(abs(gap) / deviation)) if deviation else float(gap == 0)
-    return Difference(float(areas[0]), float(areas[1]), gap - quantile * deviation, gap + quantile * deviation, p)
+    centred = (of_positive[0] - of_positive[1] - gap, of_negative[0] - of_negative[1] - gap)
+    return (float(areas[0]), float(areas[1])), centred
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyfed.algorithms.evaluate import Evaluate
+from polyfed.algorithms.evaluate import SERVER, Evaluate
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import DataError, PolyfedWarning, RecipeError, command, did_you_mean
@@ -47,8 +47,7 @@ from polyfed.experiment.running.loop import execute
 from polyfed.experiment.running.run_state import BEST, load_content
 from polyfed.experiment.running.warm_start import DESCRIPTION, values_in
 from polyfed.model.stand_ins import is_prototype
-from polyfed.objective import Classification, MultiLabel, Objective, Ordinal
-from polyfed.objective.report import log_odds
+from polyfed.objective import Classification, Objective, Ordinal
 from polyfed.report.pages.evaluation import page
 from polyfed.report.reading.run_folder import Folder
 from polyfed.training import SingleClientData
@@ -129,6 +128,7 @@ def evaluate(
     content = dict(finished.result["evaluation"])
     names = {str(k): name for k in range(population.num_clients) if (name := population.name_of(k)) is not None}
     names = names if len(set(names.values())) == len(names) else {}
+    names = {k: f"{name} (client {k})" if name in BESIDE_SITES else name for k, name in names.items()}
     content["sites"] = {names.get(site, site): told for site, told in content["sites"].items()}
     if population.columns.class_names and content["pooled"]["support"]:
         content["classes"] = list(population.columns.class_names)
@@ -139,6 +139,10 @@ def evaluate(
         )
         content["comparison"] = comparison(mine, theirs, rows) | {"models": [str(model), str(other)]}
     return Evaluation(content)
+
+
+BESIDE_SITES = ("all", "pooled", SERVER)
+"""What stands in tables where the name of a client does."""
 
 
 def with_values(
@@ -563,25 +567,16 @@ def _binary(
     objective: Objective, one: Tensor, two: Tensor, y: Tensor, names: Sequence[str] | None
 ) -> dict[str, tuple[Any, Floats, Floats, Any]]:
     """Return, for each class, label or question, which rows are positive, the scores of both models, and the rows."""
+    mine, theirs = objective.ranked_rows(one, _batch(y)), objective.ranked_rows(two, _batch(y))
     found: dict[str, tuple[Any, Floats, Floats, Any]] = {}
-    everyone = slice(None)
-
-    def name_of(number: int) -> str:
-        return str(number) if names is None else names[number]
-
-    if isinstance(objective, Classification):
-        scores = [log_odds(outputs).numpy() for outputs in (one, two)]
-        for c in [1] if one.shape[1] == 2 else range(one.shape[1]):
-            found[name_of(c)] = ((y == c).numpy(), scores[0][:, c], scores[1][:, c], everyone)
-    elif isinstance(objective, Ordinal):
-        for k in range(one.shape[1]):
-            pair = (outputs[:, k].double().numpy() for outputs in (one, two))
-            found[f"above {name_of(k)}"] = ((y > k).numpy(), *pair, everyone)  # type: ignore[assignment]
-    elif isinstance(objective, MultiLabel):
-        for t in range(one.shape[1]):
-            known = ~y[:, t].isnan()
-            pair = (outputs[known, t].double().numpy() for outputs in (one, two))
-            found[name_of(t)] = ((y[known, t] == 1).numpy(), *pair, known.numpy())  # type: ignore[assignment]
+    if mine is None or theirs is None:
+        return found
+    first, positive, negative = mine
+    for place in range(positive.shape[1]):
+        known = (positive | negative)[:, place]
+        scores = (side[known, place].double().numpy() for side in (first, theirs[0]))
+        label = objective.ranked_name(place, positive.shape[1], names)
+        found[label] = (positive[known, place].numpy(), *scores, known.numpy())  # type: ignore[assignment]
     return found
 
 

@@ -402,7 +402,7 @@ def shortfall(server: ServerOptimiser, num: int, fact: str) -> str:
         return ""
     return (
         f"[server] aggregate = '{server.aggregate}' with lying = {server.lying:g}: {fact}, and the rule needs {least} "
-        f"to withstand {count}. Raise [clients] participation, lower lying, or use 'median'"
+        f"to withstand {count}. Raise [clients] participation (or [algorithm] buffer), lower lying, or use 'median'"
     )
 
 

@@ -8,9 +8,9 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.clock import Clock
 from polyfed.federation.context import ClientContext
 from polyfed.federation.message_validation import NOT_FINITE, MessageValidator, largest_magnitude
+from polyfed.federation.open_work import Buffer, OpenWork, first_to_arrive
 from polyfed.federation.outliers import ALONE, OutlierCheck, Sizes, too_far
 from polyfed.federation.private_mean import PrivateMean
 from polyfed.federation.replies import Answer, Replies, ReplyStack, listed
@@ -54,6 +55,27 @@ class Answering(Protocol):
 
     def answer(self, request: Request, clients: Sequence[int], send: Send) -> Answer:
         """Run the task on these clients and return the replies that passed the clients' egress gates."""
+        ...
+
+
+class Holding(Answering, Protocol):
+    """An engine whose clients work on while the server goes on, if it `holds` their requests."""
+
+    holds: bool
+
+    def gather(
+        self, round: int, asked: Sequence[tuple[Request, Sequence[int], Send]], enough: int, interval_s: float | None
+    ) -> list[Answer]:
+        """Ask clients, and return for each request the answers that have come when `enough` clients have replied.
+
+        A client that is neither among the replies nor missing still works. The next call names it again.
+
+        Args:
+            round: the round that fills a buffer.
+            asked: the requests, each with its clients and with what they received, also those of earlier rounds.
+            enough: number of replies to all requests together.
+            interval_s: see `Federation.gather`.
+        """
         ...
 
 
@@ -117,6 +139,11 @@ class Federation:
             objective, size = context.objective, context.num_classes
             self._validator = MessageValidator(self.template, context.model, self.clients.modalities, objective, size)
         return self._validator
+
+    @property
+    def holding(self) -> Holding | None:
+        """The engine, if its clients work on while the server goes on."""
+        return cast(Holding, self.engine) if getattr(self.engine, "holds", False) else None
 
     def capped(self, rows: Mapping[int, float]) -> dict[int, float]:
         """Return the numbers of rows that clients reported, each at most `rows_cap` times the median of those above 0.
@@ -218,6 +245,88 @@ class Federation:
         self._senders.update(client for part in parts for client in part.clients if client >= 0)
         self._report(request, send, replies, quorum=quorum)
         return replies
+
+    def gather(
+        self,
+        task: Task,
+        clients: Sequence[int],
+        send: Message,
+        *,
+        open: Sequence[OpenWork],
+        sent: Mapping[int, Message],
+        changes: Mapping[str, int],
+        enough: int,
+        now_s: float = 0.0,
+        interval_s: float | None = None,
+    ) -> Buffer:
+        """Ask these clients, and return the first `enough` replies of them and of those that were asked before.
+
+        The other clients go on, and a later call returns their replies: on devices in the order in which they come, in
+        a simulation in the order of simulated time, without [network] in the order in which they were asked.
+
+        Args:
+            task: see `ask`.
+            clients: the clients that now begin.
+            send: what they receive.
+            open: what other clients work on, from the buffer before.
+            sent: round -> what the clients that were asked in this round received.
+            changes: block -> how often the server has changed it so far.
+            enough: number of replies that fill the buffer; at least `min_replies`.
+            now_s: simulated seconds since the start of the run.
+            interval_s: the longest wait in seconds, if `min_replies` have come. None: until the buffer is full.
+
+        Raises:
+            EgressError, RecipeError, TooFewReplies, Diverged: see `ask`.
+        """
+        what, number = path_of(task, self.owner), self.asked
+        enough = max(enough, min(self.min_replies, len(open) + len(clients)))
+        new = [OpenWork(client, self.round, number, dict(changes)) for client in sorted(clients)]
+        if self.holding is not None:
+            buffer = self._gathered(self.holding, task, [*open, *new], {**sent, self.round: send}, enough, interval_s)
+        else:
+            fresh = self.ask(task, clients, send, quorum=False)
+            times = {} if self.clock is None else self.clock.times().seconds.get(number, {})
+            begun = [
+                replace(work, arrives_s=now_s + times.get(work.client, 0.0)) for work in new if work.client in fresh
+            ]
+            times_s: dict[str, Any] = {"now_s": now_s, "interval_s": interval_s}
+            buffer = first_to_arrive(fresh, [*open, *begun], enough, self.min_replies, **times_s)
+        self.require_quorum(buffer.replies, what)
+        return buffer
+
+    def _gathered(
+        self,
+        engine: Holding,
+        task: Task,
+        works: Sequence[OpenWork],
+        sent: Mapping[int, Message],
+        enough: int,
+        interval_s: float | None,
+    ) -> Buffer:
+        """Fill a buffer from clients that work while the server goes on; see `gather`."""
+        path, groups = path_of(task, self.owner), dict[tuple[int, int], list[int]]()
+        self.asked += 1
+        for work in works:
+            groups.setdefault((work.round, work.number), []).append(work.client)
+        asked: list[tuple[Request, list[int], Any]] = []
+        for (round, number), clients in groups.items():
+            request = Request(task, path, round, self.rounds, number, self.seed)
+            self._check_clients(request, clients)
+            asked.append((request, sorted(clients), contiguous(self.ranks.sized(sent[round], clients))))
+        peak = max([0.0, *(self._check_sent(one, sent[one.round]) for one, *_ in asked if one.round == self.round)])
+        parts, missing = list[ReplyStack](), dict[int, str]()
+        answers = engine.gather(self.round, asked, enough, interval_s)
+        for (request, _, message), answer in zip(asked, answers, strict=True):
+            usable, lost = self.usable(request, answer, message)
+            replies = Replies(usable, self._missing(request, lost, peak))
+            self._senders.update(replies)
+            self._report(request, sent[request.round], replies, quorum=False)
+            parts, missing = [*parts, *usable], missing | replies.missing
+        parts.sort(key=lambda part: part.clients[0])
+        came = {client for part in parts for client in part.clients}
+        left = tuple(work for work in works if work.client not in came and work.client not in missing)
+        there = {work.client: work for work in works if work.client in came}
+        return Buffer(Replies(parts, missing), there, tuple(sorted(left, key=lambda work: work.client)))
 
     def usable(
         self, request: Request, answer: Answer, sent: Send, accept: Accept | None = None

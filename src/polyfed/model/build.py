@@ -1,5 +1,6 @@
 """Builds a model from the `[model]` section of a recipe and the shapes of the data."""
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import TypeVar
@@ -23,7 +24,8 @@ from polyfed.model.trial_calls import check_trial_calls
 from polyfed.model.user_classes import called, described, fusion_class
 from polyfed.model.whole_module import build_whole
 
-_RESERVED = (SHARED, "labels")  # the shared block, and a row of the policy
+_RESERVED = (SHARED, "labels", "nothing")  # the shared block, a row of the policy, and what a complete row lacks
+_SIZE = re.compile("size[0-9]+")  # metrics of subsets: `subset.size2`
 
 _FORM = (
     "def __init__(self, embedding, head, classes, dropout), with the keys of fusion_options as more arguments; see "
@@ -90,10 +92,10 @@ def _check_identifiers(inputs: Mapping[str, Shape]) -> None:
     if not inputs:
         raise ModelError("The data has no modality; a model needs at least one.")
     for name in inputs:
-        if not (name.isidentifier() and name.isascii()) or name in _RESERVED:
+        if not (name.isidentifier() and name.isascii()) or name in _RESERVED or _SIZE.fullmatch(name):
             raise ModelError(
                 f"{name!r} cannot be the name of a modality: use letters a to z, digits and _, "
-                f"no digit first, and none of {', '.join(_RESERVED)}."
+                f"no digit first, and none of {', '.join(_RESERVED)}, size1, size2 and so on."
             )
 
 

@@ -46,6 +46,8 @@ class Objective(ABC):
     """Whether `outputs` returns embeddings of single modalities instead of an output of the whole model."""
     WHOLE: ClassVar[bool] = False
     """Whether `sums` needs all rows of a client as one batch, because it compares rows with each other."""
+    PAIRS: ClassVar[bool] = False
+    """Whether `site_sums` needs all rows of a site as one batch, because it compares rows with each other."""
 
     def __post_init__(self) -> None:
         """Check the options.
@@ -200,6 +202,10 @@ class Objective(ABC):
     def ranked_rows(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return scores (B, K) of K labels or classes, and which rows are positive and negative; None without any."""
         return None
+
+    def ranked_name(self, place: int, count: int, names: Sequence[str] | None) -> str:
+        """Return the name of one of the `count` labels or classes of `ranked_rows`, given those of the data, if any."""
+        return str(place) if names is None else names[place]
 
     def joint_shares(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return the `joint_shares` of the ranking metrics of some rows, (2,), or (0,) if there are no such metrics."""

@@ -148,6 +148,10 @@ class Classification(OfClasses):
         return report.log_odds(outputs)[:, read], (hot & real)[:, read], (~hot & real)[:, read]
 
     @override
+    def ranked_name(self, place: int, count: int, names: Sequence[str] | None) -> str:
+        return super().ranked_name(1 if count == 1 else place, count, names)
+
+    @override
     def score_bins(self, sums: Tensor) -> Tensor:
         return self._site_parts(sums)[2]
 

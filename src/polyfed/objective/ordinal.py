@@ -130,6 +130,10 @@ class Ordinal(OfClasses):
         return outputs, above & real, ~above & real
 
     @override
+    def ranked_name(self, place: int, count: int, names: Sequence[str] | None) -> str:
+        return f"above {super().ranked_name(place, count, names)}"
+
+    @override
     def score_bins(self, sums: Tensor) -> Tensor:
         return self._site_parts(sums)[1]
 

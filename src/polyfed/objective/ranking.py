@@ -26,35 +26,76 @@ def c_index(truth: Tensor, score: Tensor) -> float | None:
     Returns:
         The index, or None if all true values are equal.
     """
+    right, pairs = concordant(truth, score)
+    total = int(pairs.sum())
+    return int((2 * right).sum()) / (2 * total) if total else None
+
+
+def concordant(truth: Tensor, score: Tensor) -> tuple[Tensor, Tensor]:
+    """Return for each row with how many others it is in the right order, and how many have another true value.
+
+    Args:
+        truth: the true values (N,).
+        score: (N,).
+
+    Returns:
+        Both float64 (N,). Others with an equal score count half.
+    """
     y, s = torch.unique(truth, return_inverse=True)[1], torch.unique(score, return_inverse=True)[1]
     n = len(y)
-    comparable = n * (n - 1) // 2 - _tied(y)
-    if not comparable:
-        return None
-    both = _tied(y * n + s)
-    ahead = _increasing_pairs(s[(y * n + (n - 1 - s)).argsort()])
-    return (ahead + 0.5 * (_tied(s) - both)) / comparable
+    if not n:
+        return torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.float64)
+    pairs = n - _alike(y)
+    below = _below_before(y, s)
+    above = _below_before(y.max() - y, s.max() - s)
+    return below + above + 0.5 * (_alike(s) - _alike(y * n + s)), pairs.double()
 
 
-def _tied(values: Tensor) -> int:
-    """Return the number of pairs of equal entries."""
-    counts = torch.unique(values, return_counts=True)[1]
-    return int((counts * (counts - 1) // 2).sum())
+def pair_sums(truth: Tensor, score: Tensor) -> Tensor:
+    """Return what the C-index over the pairs within several groups of rows needs of one group, float64 (3,).
+
+    These are the number of pairs in the right order, the number of pairs with different true values, and the sum over
+    the rows of (A - c B)^2, where A and B are a row's parts of both numbers and c is the C-index of the group. Summed
+    over groups, the first two give the C-index, and the last, divided by the square of the second, its variance: that
+    of a U-statistic by its projection (Hoeffding, Annals of Mathematical Statistics 19, 1948).
+
+    Args:
+        truth: the true values (N,).
+        score: (N,).
+    """
+    right, pairs = concordant(truth, score)
+    if not float(pairs.sum()):
+        return torch.zeros(3, dtype=torch.float64)
+    gaps = right - right.sum() / pairs.sum() * pairs
+    return torch.stack([right.sum() / 2, pairs.sum() / 2, gaps.square().sum()])
 
 
-def _increasing_pairs(values: Tensor) -> int:
-    """Return the number of pairs i < j with values[i] < values[j], for values >= 0. A merge sort counts them."""
-    size = 1 << max(len(values) - 1, 0).bit_length()
-    parts = torch.full((size,), -1, dtype=torch.int64)  # -1 is smaller than all values, so padding adds no pairs
-    parts[: len(values)] = values
-    found, width = 0, 1
-    while width < size:
-        pairs = parts.view(-1, 2 * width)
-        left, right = pairs[:, :width].contiguous(), pairs[:, width:].contiguous()
-        found += int(torch.searchsorted(left, right).sum())
-        parts = pairs.sort(1).values.reshape(-1)
-        width *= 2
+def _alike(values: Tensor) -> Tensor:
+    """Return for each entry how many entries are equal to it, itself included."""
+    _, place, counts = torch.unique(values, return_inverse=True, return_counts=True)
+    found: Tensor = counts[place]
     return found
+
+
+def _below_before(y: Tensor, s: Tensor) -> Tensor:
+    """Return for each row how many have a smaller y and a smaller s, both >= 0. A merge sort counts them."""
+    n = len(y)
+    order = (y * n + (n - 1 - s)).argsort()  # equal y: the larger s first, so that it is not counted
+    size = 1 << max(n - 1, 0).bit_length()
+    parts = torch.full((size,), -1, dtype=torch.int64)  # -1 is smaller than all values, so padding counts nowhere
+    parts[:n] = s[order]
+    rows = torch.full((size,), n, dtype=torch.int64)
+    rows[:n] = order
+    found, width = torch.zeros(n + 1, dtype=torch.float64), 1
+    while width < size:
+        pairs, owners = parts.view(-1, 2 * width), rows.view(-1, 2 * width)
+        left, right = pairs[:, :width].contiguous(), pairs[:, width:].contiguous()
+        found.index_add_(0, owners[:, width:].flatten(), torch.searchsorted(left, right).flatten().double())
+        merged = pairs.sort(1)
+        parts, rows = merged.values.reshape(-1), owners.gather(1, merged.indices).reshape(-1)
+        width *= 2
+    every: Tensor = found[:n]
+    return every
 
 
 def average_precision(truth: Tensor, score: Tensor) -> float | None:

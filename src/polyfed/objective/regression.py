@@ -52,6 +52,7 @@ class Regression(Objective):
 
     NAME: ClassVar[str] = "regression"
     SCORE: ClassVar[str] = "mae"
+    PAIRS: ClassVar[bool] = True
     BEST: ClassVar[str] = "mae"
     RISING: ClassVar[bool] = False
 
@@ -176,29 +177,42 @@ class Regression(Objective):
 
     @override
     def site_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Return `sums`, and for each target the sum of (p - y)^4, from which the interval of the RMSE follows."""
+        """Return `sums`, and four numbers for each target: the sum of (p - y)^4, and `pair_sums`.
+
+        The interval of the RMSE follows from the first, and the C-index from the others.
+        """
         known, y = (part.to(torch.float64) for part in known_of(batch.y))
         fourth = (self.predicted(outputs.to(torch.float64)) - y) ** 4 * known
-        return torch.cat([self.sums(outputs, batch).double(), summed(fourth, batch)])
+        pairs = [
+            ranking.pair_sums(batch.y[some, target].cpu(), outputs[some, target].cpu())
+            for target, some in enumerate((~batch.y.isnan()).T)
+        ]
+        more = torch.stack(pairs, 1).flatten().to(fourth.device)
+        return torch.cat([self.sums(outputs, batch).double(), summed(fourth, batch), more])
 
-    def _site_parts(self, sums: Tensor) -> tuple[Tensor, Tensor]:
+    def _site_parts(self, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Split `site_sums` into `sums`, the fourth powers (T,), and the pairs (3, T)."""
         extra = sentiment.SIZE if self.report == "sentiment" else 0
-        targets = (len(sums) - REST - extra) // (MOMENTS + 1)
-        return sums[: len(sums) - targets], sums[len(sums) - targets :]
+        targets = (len(sums) - REST - extra) // (MOMENTS + 4)
+        rest = sums[len(sums) - 4 * targets :].view(4, targets)
+        return sums[: len(sums) - 4 * targets], rest[0], rest[1:]
 
     @override
     def site_flaw(self, sums: Tensor, rows: float) -> str:
-        own, fourth = self._site_parts(sums)
-        return self.flaw(own, rows) or not_counts(fourth, float("inf"))
+        own, fourth, pairs = self._site_parts(sums)
+        right, of, spread = pairs
+        if bool((right > of).any()) or bool((of > rows * (rows - 1) / 2).any()):
+            return "counts more pairs than its rows have"
+        return self.flaw(own, rows) or not_counts(torch.cat([fourth, right, of, spread]), float("inf"))
 
     @override
     def estimates(self, sums: Tensor, shares: Sequence[float] = (), draws: int = 0) -> dict[str, Estimate]:
         """Return the metrics of `measured`; MAE, RMSE, Pearson's r and R^2 with intervals, as means over targets.
 
         The intervals are normal, for the RMSE by the delta method, and for r by Fisher's transformation. That of R^2
-        takes the variance of the targets as known.
+        takes the variance of the targets as known. The C-index is over pairs of rows of one site; see `pair_sums`.
         """
-        own, fourth = self._site_parts(sums.cpu())
+        own, fourth, pairs = self._site_parts(sums.cpu())
         values = self.measured(own)
         moments = own[: MOMENTS * len(fourth)].view(MOMENTS, -1).T.tolist()
         each = [_intervals(moment, float(power)) for moment, power in zip(moments, fourth, strict=True)]
@@ -207,6 +221,13 @@ class Regression(Objective):
             known = [one[name] for one in each if name in one]
             if name in found and (mean := mean_of(known)) is not None:
                 found[name] = mean
+        of_targets = [
+            around(right / of, Z * math.sqrt(spread) / of, low=0.0, high=1.0)
+            for right, of, spread in pairs.T.tolist()
+            if of
+        ]
+        if (mean := mean_of(of_targets)) is not None:
+            found["c_index_within_sites"] = mean
         return found
 
     @property

@@ -24,6 +24,7 @@ TITLES = {
     "concordance": "concordance",
     "r2": "R²",
     "c_index": "C-index",
+    "c_index_within_sites": "C-index within sites",
     "weighted_kappa": "weighted kappa",
     "acc7": "Acc-7",
     "acc2": "Acc-2",

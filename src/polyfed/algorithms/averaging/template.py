@@ -44,6 +44,7 @@ from polyfed.core.tree import Tree, nested
 from polyfed.evaluation.scores import ClassMeans, Measured
 from polyfed.federation import adapters
 from polyfed.federation.aggregation import ServerOptimiser, aggregate
+from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
@@ -195,6 +196,10 @@ class Averaging(Algorithm[A]):
             return state
         memory = self.selector.learn(memory, state.params, replies, fed)
         return self.merge(state.with_(memory=memory, train_loss=mean_loss(replies, fed)), replies, fed)
+
+    def merges(self, clients: ClientRegistry) -> int:
+        """Return how many replies `merge` gets if no client fails."""
+        return self.selector.size(clients)
 
     def outgoing(self, state: Any, cohort: list[int], fed: Federation) -> Send:
         """Return what the cohort receives: one message for all clients, or a mapping from client to message."""

@@ -78,7 +78,7 @@ def log_of(credentials: Path, number: int) -> str:
     Raises:
         RecipeError: there is no such job.
     """
-    jobs = Jobs(credentials)
+    jobs = Jobs.of_server(credentials)
     jobs.get(number)
     path = jobs.place(number) / LOG
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
@@ -86,7 +86,7 @@ def log_of(credentials: Path, number: int) -> str:
 
 def jobs_of(credentials: Path, action: str | None, number: int) -> tuple[Any, list[RenderableType]]:
     """Do something with a job, or list all. Return what `polyfed jobs --json` prints, and what to print otherwise."""
-    jobs = Jobs(credentials)
+    jobs = Jobs.of_server(credentials)
     if action is None:
         found = [jobs.facts(job) for job in jobs.all()]
         lines: list[RenderableType] = (

@@ -184,7 +184,8 @@ def _labels(frame: "pd.DataFrame", given: Given, where: str) -> tuple[Any, tuple
         if "labels" in given.optional:
             return None
         hint = did_you_mean(lacking[0], list(frame.columns)[:50])
-        raise DataError(f"{where} has no column '{lacking[0]}' for the labels; name the right one as label. {hint}")
+        words = ", ".join(f"'{column}'" for column in lacking)
+        raise DataError(f"{where} has no column {words} for the labels; name the right ones as label. {hint}")
     if not given.label_columns:
         return None
     if not isinstance(given.labels, str):

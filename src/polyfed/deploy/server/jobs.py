@@ -142,6 +142,17 @@ class Jobs:
             why = "only the user of the server sees and changes its jobs. Call polyfed as that user (sudo -u USER)"
             raise RecipeError(f"{self.folder}: {why}") from None
 
+    @classmethod
+    def of_server(cls, credentials: Path) -> "Jobs":
+        """Return the jobs of a server. Another folder stays as it is.
+
+        Raises:
+            RecipeError: the folder holds no credentials of a server.
+        """
+        if not (credentials / "server.pem").exists():
+            raise RecipeError(f"{credentials} holds no server.pem. Give the folder of a server's credentials")
+        return cls(credentials)
+
     def place(self, number: int) -> Path:
         """Return the folder of a job."""
         return self.folder / str(number)

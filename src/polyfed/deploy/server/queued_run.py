@@ -73,4 +73,4 @@ def enqueue(app: Path, credentials: Path, changes: Mapping[str, str], at: float,
     files = [app / name for name in (APP, RECIPE, APP_COPY) if (app / name).exists()]
     told = {"name": config["name"], "purpose": recipe.deployment.purpose, "rounds": recipe.rounds}
     told |= {"out": str(Path(config["out"]).absolute()), "data": config["data"]}
-    return Jobs(credentials).add(files, **told, at=at, wait=wait)
+    return Jobs.of_server(credentials).add(files, **told, at=at, wait=wait)

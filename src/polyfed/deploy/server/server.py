@@ -38,10 +38,11 @@ ERROR = "error.json"
 """The file in a run folder with the error that ended the run. It is removed when the run resumes."""
 
 
-def reply_terms_of(recipe: Recipe, session: int | None = None) -> ReplyTerms:
+def reply_terms_of(recipe: Recipe, session: int | None = None, *, holds: bool = True) -> ReplyTerms:
     """Make the reply terms from a recipe.
 
     Args:
+        holds: whether clients may work on while the server goes on.
         session: a number that identifies this start of the server; later starts have larger numbers. The default is the
             time in milliseconds.
     """
@@ -55,18 +56,23 @@ def reply_terms_of(recipe: Recipe, session: int | None = None) -> ReplyTerms:
         stop_on_refusal=spec.on_refusal == "stop",
         relay=spec.relay == "server-sees",
         limit=spec.message_megabytes * MEGABYTE,
+        holds=holds,
     )
 
 
-def engine_by(transport: Any, recipe: Recipe, session: int | None = None) -> Callable[..., Engine]:
+def engine_by(
+    transport: Any, recipe: Recipe, session: int | None = None, *, holds: bool = True
+) -> Callable[..., Engine]:
     """Return a function that builds an engine with this transport.
 
     Args:
         transport: carries packets.
         session: a number that identifies this start of the server; later starts have larger numbers. The default is the
             time in milliseconds.
+        holds: whether clients may work on while the server goes on. In a simulation on Flower they do not, so that the
+            machine's speed decides nothing.
     """
-    return partial(Remote, transport=transport, terms=reply_terms_of(recipe, session))
+    return partial(Remote, transport=transport, terms=reply_terms_of(recipe, session, holds=holds))
 
 
 _T = TypeVar("_T")
@@ -96,7 +102,7 @@ def simulate(recipe: Recipe, records: Records | None, emit: Emitter, execute: Ex
         def main(transport: flower.GridTransport) -> None:
             meet(recipe, population, transport)
             folder.mkdir(parents=True, exist_ok=True)
-            engine = engine_by(transport, recipe, Membership(folder).session)
+            engine = engine_by(transport, recipe, Membership(folder).session, holds=False)
             finished.append(execute(recipe, records, emit, population=population, engine=engine))
 
         cpus = recipe.deployment.client_cpus

@@ -1,7 +1,7 @@
 """The tables that `polyfed check` prints: clients, blocks and their sizes, and the data that can leave the clients."""
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group
@@ -118,9 +118,13 @@ def _each_client(facts: dict[str, Any]) -> Iterator[Group]:
     table = plain_table("client", "modalities", "rows", *map(str, counted_labels), left=2)
     for one in shown:
         labels = [f"{count:,}" for count in one["labels"]] if counted_labels else []
-        name = str(one.get("name", one["id"]))
-        table.add_row(Text(name), Text(" + ".join(one["modalities"]) or "none"), f"{one['rows']:,}", *labels)
+        table.add_row(Text(_name(one)), Text(" + ".join(one["modalities"]) or "none"), f"{one['rows']:,}", *labels)
     yield titled("Training rows of each client", table)
+
+
+def _name(client: Mapping[str, Any]) -> str:
+    """The name of a client, or its number if the data has no names."""
+    return str(client.get("name", client["id"]))
 
 
 MOST_LABELS = 8
@@ -150,7 +154,8 @@ def _missing_rows(facts: dict[str, Any]) -> Iterator[Group]:
             table.add_row(f"{title}, all clients", *(_share([_over(held, name)]) for name in names))
         if len(held) <= MOST_CLIENTS:
             for one in held:
-                table.add_row(f"{title}, client {one['id']}", *(_share([one[entry].get(name)]) for name in names))
+                row = Text(f"{title}, client {_name(one)}")
+                table.add_row(row, *(_share([one[entry].get(name)]) for name in names))
         else:
             for word, pick in (("least", min), ("median", statistics.median), ("most", max)):
                 table.add_row(

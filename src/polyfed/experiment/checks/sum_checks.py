@@ -72,7 +72,7 @@ def refuse_few_replies(recipe: Recipe, clients: ClientRegistry) -> None:
     selector = getattr(method, "selector", None)
     if not isinstance(method, Averaging) or not isinstance(selector, Selector) or not tolerance(method.server, 1)[1]:
         return
-    size = selector.size(clients)
+    size = method.merges(clients)
     holders = clients.holds[clients.num_rows > 0].sum(0).tolist()
     for block, held in [(SHARED, size), *zip(clients.modalities, holders, strict=True)]:
         num = min(size, held)
@@ -94,11 +94,10 @@ def refuse_small_blocks(recipe: Recipe, population: Population) -> None:
     if secure is None:
         return
     trains = population.train.sizes > 0
-    counts = dict(zip(population.columns.modalities, population.holds[trains].sum(0).tolist(), strict=True))
-    counts["all"] = int(trains.sum())
-    if few := {name: num for name, num in counts.items() if 0 < num < secure.min_clients}:
-        name, num = next(iter(few.items()))
-        what = f"modality '{name}' is" if name != "all" else "rows are"
+    holders = zip(population.columns.modalities, population.holds[trains].sum(0).tolist(), strict=True)
+    counts = {f"modality '{name}' is": num for name, num in holders} | {"rows are": int(trains.sum())}
+    if few := {what: num for what, num in counts.items() if 0 < num < secure.min_clients}:
+        what, num = next(iter(few.items()))
         raise RecipeError(
             f"[secure_aggregation] min_clients = {secure.min_clients}: {what} held by {num} clients only, so no "
             f"sum over them would ever be read. Lower min_clients, or leave the modality out",

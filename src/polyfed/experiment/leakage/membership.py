@@ -22,7 +22,7 @@ from polyfed.training import SingleClientData
 
 MEMBERSHIP = "membership of rows"
 
-ALL = "all"
+ALL = "every block"
 """The name of the block for an attack that reads every block."""
 
 FEWEST_PUBLIC = 50

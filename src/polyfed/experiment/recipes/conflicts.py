@@ -9,6 +9,7 @@ from typing import Any
 
 from polyfed.algorithms import ALGORITHMS, NAMED
 from polyfed.algorithms.averaging import Averaging
+from polyfed.algorithms.averaging.buffered import Buffered
 from polyfed.algorithms.base import Algorithm
 from polyfed.algorithms.evaluate import Evaluate
 from polyfed.core.problems import Conflict, Problems
@@ -204,7 +205,9 @@ TABLE: tuple[Conflict, ...] = (
     Conflict(
         key=("clients", "overselect"),
         when=lambda r: (
-            r.clients.overselect is not None and getattr(type(r.algorithm), "round", None) is not Averaging.round
+            r.clients.overselect is not None
+            and getattr(type(r.algorithm), "round", None) is not Averaging.round
+            and not isinstance(r.algorithm, Buffered)
         ),
         because="it needs the replies of all clients that it asks, or asks them one after the other",
         instead="Remove overselect, or take an algorithm that averages, such as fedavg",

@@ -98,18 +98,24 @@ def read_file(path: Path, options: Mapping[str, Any], *, needs_labels: bool = Tr
         raise RecipeError("leave_out says what the guess leaves out, and modalities is given. Name its columns there")
     notes: list[str] = [f"left out, as you said: {', '.join(left)}"] if left else []
     remarks: list[str] = []
+    problems = Problems()
     source: Npz | Table
-    if is_arrays:
-        table = {"path": str(path)} | _of_arrays(found, options, notes, remarks, needs_labels, left)
-        source = build("[data]", Npz, table)
-        columns = source.load()
-    else:
-        problems = Problems()
-        frame = read(found, problems, partial(_words, options), dialect_of(options))
-        problems.raise_all()
-        table = {"path": str(path)} | _of_table(frame, str(found), options, notes, remarks, needs_labels, left)
-        reader: Table = build("[data]", Table, table)
-        source, columns = reader, reader.columns_of(frame, found, problems)
+    columns: Columns | None = None
+    with problems.noting():
+        if is_arrays:
+            left = _known(left, Arrays(found).names, str(found), problems)
+            table = {"path": str(path)} | _of_arrays(found, options, notes, remarks, needs_labels, left)
+            source = build("[data]", Npz, table)
+            columns = source.load()
+        else:
+            frame = read(found, problems, partial(_words, options), dialect_of(options))
+            problems.raise_all()
+            left = _known(left, [str(name) for name in frame.columns], str(found), problems)
+            table = {"path": str(path)} | _of_table(frame, str(found), options, notes, remarks, needs_labels, left)
+            reader: Table = build("[data]", Table, table)
+            source, columns = reader, reader.columns_of(frame, found, Problems())
+    problems.raise_all()
+    assert columns is not None
     notes += columns.notes
     doubts = tuple(remark for remark in remarks if MAY_BE_NONE in remark)
     return Reading(source, replace(columns, notes=tuple(notes)), table, tuple(remarks), doubts)
@@ -157,7 +163,6 @@ def _of_arrays(
     special = {value for value in table.values() if isinstance(value, str)}
     special |= {"id", "label_name", "split_personal", f"{table['label']}_known"}
     special |= {f"{name}_present" for name in arrays.names}
-    _refuse_strange(left_out, arrays.names, str(path))
     rest = [name for name in arrays.names if name not in special and name not in left_out]
     rules = rules_of("[data.columns]", options.get("columns"))
     kept = [name for name in rest if name in rules or (arrays[name].ndim > 1 and arrays[name].dtype.kind in "fiub")]
@@ -195,7 +200,6 @@ def _of_table(
     label = table["label"]
     special = {*([label] if isinstance(label, str) else label), table.get("client", ""), table.get("split", "")}
     if "modalities" not in table:
-        _refuse_strange(left_out, columns, path)
         if "ids" not in table and (ids := row_ids(frame, {*special, *left_out})):
             table["ids"] = ids
         guess = guessed(frame, {*special, table.get("ids", ""), *left_out}, rules)
@@ -224,15 +228,12 @@ def _of_table(
     return table
 
 
-def _refuse_strange(left_out: Sequence[str], names: Sequence[str], where: str) -> None:
-    """Refuse to leave out columns or arrays that the file does not have.
-
-    Raises:
-        RecipeError: there is no such name.
-    """
+def _known(left_out: Sequence[str], names: Sequence[str], where: str, problems: Problems) -> tuple[str, ...]:
+    """Return the columns or arrays to leave out that the file has, and note those that it does not have."""
     for name in left_out:
         if name not in names:
-            raise RecipeError(f"leave_out: '{where}' has no '{name}'; {did_you_mean(name, names[:50])}")
+            problems.add(RecipeError(f"leave_out: '{where}' has no '{name}'; {did_you_mean(name, names[:50])}"))
+    return tuple(name for name in left_out if name in names)
 
 
 def _rules_told(path: str, rules: Mapping[str, Any], table: Mapping[str, Any]) -> str:

@@ -98,7 +98,7 @@ class Assembly:
 
     def resume(self, state: ServerState, locals: Mapping[int, Tree], round: int) -> None:
         """Continue after a round, with the state and the local states that the run had then."""
-        self.engine.resume(locals, round)
+        self.engine.resume(locals, self.algorithm.settled(state, round))
         self.fed.expect(state.params)
 
 

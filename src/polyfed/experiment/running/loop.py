@@ -267,6 +267,8 @@ class _Loop:
         """Add to the row what the algorithm reports about its state: the loss, logged numbers and tables."""
         algorithm = self.recipe.algorithm
         row |= {"train_loss": state.train_loss, "logged": algorithm.observe(state)}
+        if pending := algorithm.pending(state):
+            row["pending"] = {str(client): round for client, round in sorted(pending.items())}
         row |= privacy_after(self.assembly.guarantee, row["round"] + self.repeated.rounds, state)
         self._stop(self._spent([*self.rounds, row]))
         if tables := algorithm.observe_tables(state):
@@ -365,8 +367,9 @@ class _Loop:
     def _write(self, round: int, state: ServerState, row: dict[str, Any]) -> None:
         """Append the row. If a checkpoint is due, write it, and let the engine forget older states."""
         self.rounds.append(row)
+        settled = self.recipe.algorithm.settled(state, round)
         if self.records is None:
-            self.assembly.engine.saved(round)
+            self.assembly.engine.saved(settled)
             return
         self.records.append(row)
         if self.recipe.checkpoint.due(round, self._last):
@@ -386,7 +389,7 @@ class _Loop:
             }
             checkpoint.save(self.records.checkpoints, round, content, modules)
             forget_bests(self.records.checkpoints, number)
-            self.assembly.engine.saved(round)
+            self.assembly.engine.saved(settled)
 
     def _note(self, event: str, **facts: Any) -> None:
         """Collect facts from an event for this round's row in rounds.jsonl."""

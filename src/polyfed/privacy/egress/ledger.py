@@ -36,6 +36,8 @@ class Entry:
         seal: a hash that a device sends with its reply; only in the server's ledger. The device writes the rows of a
             message to its audit log, followed by a signed line, which is called the seal. The field holds the hash of
             this signed line.
+        came: the round in which the message passed, if that is a later one than the round of its request, as under
+            buffered aggregation; only in the server's ledger.
     """
 
     round: int
@@ -47,6 +49,7 @@ class Entry:
     allowed: tuple[bool, ...]
     contents: tuple[str, ...] = ()
     seal: str = ""
+    came: int | None = None
 
     @property
     def bytes_each(self) -> int:
@@ -139,6 +142,8 @@ def _tail(entry: Entry, crossing: Crossing, allowed: bool, sha256: str | None) -
         "destination": entry.destination,
         "verdict": "allowed" if allowed else "refused",
     }
+    if entry.came is not None:
+        row["came"] = entry.came
     if crossing.masked:
         row["masked"] = True
     if sha256 is not None:

@@ -115,6 +115,10 @@ def _compared(told: Mapping[str, Any] | None) -> list[tuple[str, list[str], list
         rows.append(
             [f"AUROC of {label}, DeLong", f"{one['first']:.4f}", f"{one['second']:.4f}", gap, f"{one['p']:.3g}"]
         )
+    for label, one in told.get("delong_within_sites", {}).items():
+        gap = f"{one['first'] - one['second']:+.4f} ({one['low']:+.4f} to {one['high']:+.4f})"
+        what = f"AUROC of {label} within {one['sites']} sites, DeLong"
+        rows.append([what, f"{one['first']:.4f}", f"{one['second']:.4f}", gap, f"{one['p']:.3g}"])
     if one := told.get("mcnemar"):
         only = (f"{one['first_only']} only", f"{one['second_only']} only")
         rows.append(["right, McNemar", *only, f"{one['first_only'] - one['second_only']:+d}", f"{one['p']:.3g}"])
@@ -142,15 +146,13 @@ def notes(content: Mapping[str, Any]) -> list[str]:
             "over rows: as if all rows were independent; over clients: as a sample of clients, whose rows are alike, "
             "as you need it to speak of new clients"
         )
-    if "by_site" in content.get("comparison", {}):
+    if "delong_within_sites" in content.get("comparison", {}):
         found.append(
-            "devices compare models by McNemar's counts alone: DeLong's test and the paired bootstrap need the answers "
-            "for single rows, which no device sends"
+            "AUROCs within sites compare no rows of two sites, and are averaged by rows, for these sites; the paired "
+            "bootstrap needs the answers for single rows, which no device sends"
         )
-    if "concordance" in pooled["metrics"]:
-        found.append(
-            "the C-index compares pairs of rows, which sites cannot report as sums: a run has it on the server's rows"
-        )
+    if "c_index_within_sites" in pooled["metrics"]:
+        found.append("the C-index within sites compares no rows of two sites, which no sums of sites can do")
     if any("error" in one for one in pooled["metrics"].values()):
         found.append(
             "AUROC and average precision come from histograms; their intervals include the largest error of that"

@@ -139,7 +139,7 @@ def labels(folder: Folder) -> Grid | None:
         return None
     counts = np.asarray([client["labels"] for client in clients], dtype=np.float64)
     names = class_names(folder, counts.shape[1])
-    shown, rows, columns = summed(counts, [str(client["id"]) for client in clients], names)
+    shown, rows, columns = summed(counts, [str(client.get("name", client["id"])) for client in clients], names)
     caption = "Training rows of each class that each client holds. A cell is shaded by its share of the client's rows."
     if len(clients) < folder.num_clients:
         caption += f" The first {len(clients):,} of {folder.num_clients:,} clients."

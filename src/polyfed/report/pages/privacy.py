@@ -45,7 +45,7 @@ def chart(past: History, modalities: Sequence[str]) -> list[Chart]:
     """The chart of epsilon over rounds: in total, and for each block if it differs from the total."""
     total = past.columns.get("epsilon", [])
     blocks = {name: values for name, values in past.group("epsilon.").items() if values != total}
-    series = [Series("total", total, 0)] if total else []
+    series = [Series("all blocks", total, 0)] if total else []
     series += [Series(name, values, colour_of(name, modalities)) for name, values in blocks.items()]
     caption = "Spent after each round, at the delta of the recipe. Smaller is more private."
     return [Chart("epsilon", "Epsilon", caption, "number", past.rounds, series)]

@@ -5,13 +5,14 @@ Some differences are expected. They are counted, but are not findings:
 - A request that was sent again occurs twice in a log, with the same content.
 - A request without a reply may occur only in the server's log.
 - A reply that came too late, or that the server dropped, occurs only in the device's log. The server's `rounds.jsonl`
-  lists the client as missing in this round.
+  lists the client as missing in this round, or, under buffered aggregation, in the round in which the server gave it
+  up. If it still worked when the run ended, the last line lists it as pending.
 - Data that a device refused to send occurs only in the device's log.
 """
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ def reconcile(run: str | Path, devices: Sequence[Path] = ()) -> Reconciliation:
     findings += _ledger_differences(folder, rows)
     name = str(folder.facts.get("run"))
     server, seals = _by_client(rows, name), _seals(rows)
-    excused = {(int(row["round"]), client) for row in folder.rounds() for client in row.get("missing", ())}
+    excused = _excused(folder.rounds())
     seen: set[int] = set()
     for place in devices:
         if not _verified(place, remarks, findings):
@@ -113,6 +114,16 @@ def reconcile(run: str | Path, devices: Sequence[Path] = ()) -> Reconciliation:
     if devices and (absent := sorted(server.keys() - seen)):
         remarks.append(f"no log was given of clients {', '.join(map(str, absent))}")
     return Reconciliation(tuple(remarks), tuple(findings))
+
+
+def _excused(rounds: Iterable[Mapping[str, Any]]) -> set[tuple[int, str]]:
+    """Return the pairs (round, client) of requests of which the server says that it uses no reply."""
+    found, open = set[tuple[int, str]](), dict[str, int]()
+    for row in rounds:
+        for client in row.get("missing", ()):
+            found |= {(int(row["round"]), client), (open.get(client, int(row["round"])), client)}
+        open = row.get("pending", {})
+    return found | {(round, client) for client, round in open.items()}
 
 
 def _verified(place: Path, remarks: list[str], findings: list[str]) -> bool:
@@ -219,7 +230,7 @@ def _ledger_differences(folder: Folder, rows: Sequence[Mapping[str, Any]]) -> It
     kept: list[Mapping[str, Any]] = []
     for row in rows:
         if type(back := row.get("resumed_after")) is int:
-            kept = [old for old in kept if type(old.get("round")) is int and old["round"] <= back]
+            kept = [old for old in kept if type(passed := old.get("came", old.get("round"))) is int and passed <= back]
         elif "verdict" in row:
             kept.append(row)
     damaged: list[str] = []

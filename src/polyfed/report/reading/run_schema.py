@@ -71,6 +71,7 @@ class RoundRow(TypedDict, total=False):
     cohort: list[ClientNumber]
     trained: dict[str, list[ClientNumber]]
     missing: dict[str, str]
+    pending: dict[str, Count]
     bytes_up: Count
     bytes_down: Count
     train_loss: Number
