@@ -97,6 +97,8 @@ STRIKING: dict[tuple[str, str], list[Any]] = {
     ("algorithm", "max_age"): [2],
     ("algorithm", "dominance_threshold"): [10.0],
     ("algorithm", "price_per_second"): [1e3],
+    ("algorithm", "impact"): [50.0],
+    ("algorithm", "recency"): [50.0],
     ("algorithm", "private"): [["b"]],
 }
 """Values that show where the first value that fits the type would not, such as a limit that nobody reaches."""
@@ -135,7 +137,7 @@ SUBTLE = {
 }
 """Options that matter only with other data than those of the laws, and where a test shows it."""
 
-ROUNDS = {"pfmml": 6, "cmsfed": 4}
+ROUNDS = {"pfmml": 6, "cmsfed": 4, "mfedmc": 3}
 """Rounds, if not two: more where an option needs them to matter."""
 
 
