@@ -204,7 +204,7 @@ def test_a_device_whose_ids_were_never_compared_does_not_train() -> None:
     fed, _ = world.federation(algorithm, lost={("identify", 1)})
     fed.begin(0)
     state = algorithm.init(fed, world.initial)
-    assert list(state.ids) == [0]
+    assert list(state.edges[0].ids) == [0]
     seen = spied(fed)
     fed.begin(1)
     state = algorithm.round(state, fed)

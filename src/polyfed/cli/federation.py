@@ -1,4 +1,4 @@
-"""The verbs of a deployment: start a server or devices, let devices join, submit apps, look after jobs, ask status."""
+"""The verbs of a deployment: start servers, devices and edges, let devices join, submit apps, see jobs, ask status."""
 
 import os
 import signal
@@ -393,6 +393,22 @@ def _agrees(proposal: "Proposal", *, yes: bool, quiet: bool) -> bool:
         )
     place = proposal.place
     return typer.confirm(f"Join {proposal.address} as device {place.number}, {place.name}?", err=True)
+
+
+@app.command()
+def edge(
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE.toml", help="The server, the silo, and the edge's key, certificate and policy."),
+    ],
+    log_format: LogFormatOption = LogFormat.text,
+    as_json: JsonError = False,
+) -> None:
+    """Start the edge of a silo: a server for the silo's devices, whose embeddings and sample ids stay there."""
+    from polyfed import deploy
+
+    os.environ[LOG_FORMAT] = log_format.value
+    deploy.run_edge(file)
 
 
 @app.command()

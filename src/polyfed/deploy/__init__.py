@@ -13,6 +13,8 @@ Files:
         decide who takes part, and `registration` who may.
     device/: what runs on a device. `agent` waits for the server, `tasks` runs the tasks, `device_file` and
         `configuration` are what its owner writes, and `joining` writes it for the owner.
+    edge/: the edge of a silo, which serves the silo's devices and is a participant of the server. `edge_file` is what
+        its owner writes, and `runtime` answers the server's packets.
 
 The functions here need one of the extras `server` and `device`. Without it, they raise an error that says so.
 """
@@ -35,6 +37,7 @@ __all__ = [
     "enqueue",
     "needing_extra",
     "run_device",
+    "run_edge",
     "run_locally",
     "run_server",
     "submit",
@@ -138,3 +141,14 @@ def run_device(path: Path, metrics_port: int) -> None:
     with needing_extra("a device"):
         from polyfed.deploy.device import device_file
     device_file.device(path, metrics_port)
+
+
+def run_edge(path: Path) -> None:
+    """Turn this process into that of an edge; see `polyfed.deploy.edge.edge_file`.
+
+    Raises:
+        RecipeError: an argument is wrong, or an extra is not installed.
+    """
+    with needing_extra("an edge"):
+        from polyfed.deploy.edge import edge_file
+    edge_file.edge(path)

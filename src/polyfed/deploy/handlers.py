@@ -190,14 +190,13 @@ class Deployed:
                 _book_enrolment(answer, node, population)
             return answer
         with blamed("it cannot build the model"):
-            relay = node.relay == "server-sees"
             runtime = runtime_of(
                 recipe,
                 population,
                 facts,
                 policy,
                 node.folder,
-                relay=relay,
+                relay=node.relays(recipe),
                 limits=limits,
                 required=required,
                 conditions=conditions,

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 
@@ -28,26 +29,48 @@ START_SECONDS, STOP_SECONDS = 120.0, 5.0
 
 
 class LocalFederation:
-    """The server and the devices of a recipe as processes of this machine, each device with its own folder.
+    """The server, the edges and the devices of a recipe as processes of this machine, each with its own folder.
 
     Args:
         folder: folder for the app, the devices' folders (see `write_nodes`), credentials and logs.
 
     Attributes:
-        processes: the processes by name: `server`, `device-0`, ... Each process leads a process group.
-        port: port for devices.
+        processes: the processes by name: `server`, `edge-0`, `device-0`, ... Each process leads a process group.
+        port: port for devices, or for edges.
         tables: the table [[device]] of each device, which `start_device` writes to the device's file.
+        edges: silo -> the file of its edge, which `start_edge` writes; empty without `[deployment] relay = "edge"`.
     """
 
     def __init__(self, recipe_path: str | Path, folder: str | Path) -> None:
         self.folder, recipe = Path(folder).absolute(), load_recipe(recipe_path)
         self.app = write_app(recipe_path, self.folder / "app")
         self.nodes = write_nodes(recipe, self.folder)
-        self.credentials = write_credentials(self.folder / "credentials", len(self.nodes))
-        keys = [{"key": f"{self.credentials}/node-{number}.key"} for number in range(len(self.nodes))]
-        self.tables = [key | table for key, table in zip(keys, device_tables(recipe, self.nodes), strict=True)]
+        self.tables = device_tables(recipe, self.nodes)
+        silos = sorted({table["silo"] for table in self.tables}) if recipe.deployment.relay == "edge" else []
+        self.credentials = write_credentials(self.folder / "credentials", len(silos) or len(self.nodes))
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        (self.port,) = free_ports(1)
+        self.port, *ports = free_ports(1 + len(silos))
+        self.edges = {
+            silo: self._edge(place, silo, port)
+            for place, silo, port in zip(range(len(silos)), silos, ports, strict=True)
+        }
+        self.tables = [self._keyed(number, table) for number, table in enumerate(self.tables)]
+
+    def _edge(self, place: int, silo: int, port: int) -> dict[str, Any]:
+        """Make the folder of an edge, with its credentials, and return its file."""
+        folder = self.folder / "edges" / str(silo)
+        credentials = write_credentials(folder / "credentials", len(self.nodes))
+        server = {"server": f"{HOST}:{self.port}", "ca": f"{self.credentials}/ca.pem"}
+        own = {"silo": silo, "devices": sum(table["silo"] == silo for table in self.tables)}
+        files = {"key": f"{self.credentials}/node-{place}.key", "credentials": str(credentials)}
+        policy = folder / "policy.toml"
+        if not policy.exists():  # what may leave the devices for the server may also leave the silo
+            policy.write_text((self.nodes[0] / "policy.toml").read_text(encoding="utf-8"), encoding="utf-8")
+        return {**server, **own, **files, "policy": str(policy), "host": HOST, "port": port}
+
+    def _keyed(self, number: int, table: dict[str, Any]) -> dict[str, Any]:
+        edge = self.edges.get(table.get("silo", -1))
+        return {"key": f"{edge['credentials'] if edge else self.credentials}/node-{number}.key"} | table
 
     @property
     def out(self) -> Path:
@@ -55,8 +78,10 @@ class LocalFederation:
         return self.app / "run"
 
     def start(self) -> None:
-        """Start the server and the devices."""
+        """Start the server, the edges and the devices."""
         self.start_server()
+        for silo in self.edges:
+            self.start_edge(silo)
         for number in range(len(self.nodes)):
             self.start_device(number)
 
@@ -67,15 +92,27 @@ class LocalFederation:
             RecipeError: it ended, or does not listen within `START_SECONDS`.
         """
         self.begin("server", ["server", str(self.credentials), "--host", HOST, "--port", str(self.port), *more])
+        self._await("server", self.port)
+
+    def start_edge(self, silo: int) -> None:
+        """Start the edge of a silo, and wait until it listens; see `start_server`."""
+        file = self.folder / "edges" / str(silo) / "edge.toml"
+        file.write_text(tomli_w.dumps(self.edges[silo]), encoding="utf-8")
+        self.begin(f"edge-{silo}", ["edge", str(file)])
+        self._await(f"edge-{silo}", self.edges[silo]["port"])
+
+    def _await(self, name: str, port: int) -> None:
         end = time.monotonic() + START_SECONDS
-        while not listens(self.port):
-            if self.processes["server"].poll() is not None or time.monotonic() > end:
-                raise RecipeError(f"the server did not start; see {self.folder}/server.log")
+        while not listens(port):
+            if self.processes[name].poll() is not None or time.monotonic() > end:
+                raise RecipeError(f"{name} did not start; see {self.folder}/{name}.log")
             time.sleep(0.1)
 
     def start_device(self, number: int, *more: str, **changes: str) -> None:
         """Start a device, with additional options. `changes` replace keys of its file outside of [[device]]."""
-        general = {"server": f"{HOST}:{self.port}", "ca": f"{self.credentials}/ca.pem"} | changes
+        edge = self.edges.get(self.tables[number].get("silo", -1))
+        port, credentials = (edge["port"], edge["credentials"]) if edge else (self.port, self.credentials)
+        general = {"server": f"{HOST}:{port}", "ca": f"{credentials}/ca.pem"} | changes
         file = self.nodes[number] / "device.toml"
         file.write_text(tomli_w.dumps(general | {"device": [self.tables[number]]}), encoding="utf-8")
         self.begin(f"device-{number}", ["device", str(file), *more])
@@ -145,7 +182,8 @@ def run_locally(recipe_path: str | Path, folder: str | Path) -> Path:
             _say(f"the run in {out} is at its end: nothing to do. Another folder begins another run")
             return out
         with LocalFederation(recipe_path, folder) as federation:
-            _say(f"starting a server and {len(federation.nodes)} devices; their logs: {federation.folder}/*.log")
+            edges = f", {len(federation.edges)} edges" if federation.edges else ""
+            _say(f"starting a server{edges} and {len(federation.nodes)} devices; their logs: {federation.folder}/*.log")
             federation.start()
             return run_here(federation.app, federation.credentials, {})
 

@@ -28,8 +28,9 @@ from polyfed.data.column_fitting import Told
 from polyfed.data.column_rules import MOST_WORDS
 from polyfed.federation.wire_format import NAME, WIRE_FORMAT, Header, Packet
 
-ENROL, ASK, SIGN = "enrol", "ask", "sign"
-"""The types of packets that a server sends: a request to enrol, to run a task, or to sign the ledger of a run."""
+ENROL, ASK, PART, SIGN = "enrol", "ask", "part", "sign"
+"""The types of packets that a server sends: a request to enrol, to run a task, to run a part at an edge, or to sign the
+ledger of a run."""
 
 ENROLLED, REPLY, REFUSED, FAILED, SIGNED = "enrolled", "reply", "refused", "failed", "signed"
 """The verdicts in a client's answer: `refused` if its policy forbids the reply, `failed` for every other error."""
@@ -213,6 +214,41 @@ class Enrolment:
     def header(self) -> Header:
         """Return the header in which the enrolment is sent."""
         return {"verdict": ENROLLED, **versions(), **asdict(self)}
+
+
+@dataclass(frozen=True)
+class SiloEnrolment:
+    """What the edge of a silo tells when it enrols.
+
+    Attributes:
+        silo: number of its silo.
+        devices: what each of its devices has told the edge.
+    """
+
+    silo: int
+    devices: tuple[Enrolment, ...]
+
+    @classmethod
+    def read(cls, header: Header) -> "SiloEnrolment":
+        """Read what an edge tells, and check every part of it.
+
+        Raises:
+            BadReply: a part is malformed, a device is of another silo, or two have one number.
+        """
+        silo, devices = header.get("client"), header.get("devices")
+        if type(silo) is not int or not 0 <= silo < MAX_CLIENTS or not isinstance(devices, list) or not devices:
+            raise BadReply("is no edge of a silo; [deployment] relay = 'edge' takes edges only")
+        found = tuple(Enrolment.read(one if isinstance(one, dict) else {}) for one in devices)
+        if any(one.silo != silo for one in found):
+            raise BadReply(f"is the edge of silo {silo}, and enrolled a device of another silo")
+        if len({one.client for one in found}) < len(found):
+            raise BadReply(f"is the edge of silo {silo}, and enrolled two devices with one number")
+        return cls(silo, found)
+
+    def header(self) -> Header:
+        """Return the header in which an edge enrols."""
+        devices = [one.header() for one in self.devices]
+        return {"verdict": ENROLLED, **versions(), "client": self.silo, "devices": devices}
 
 
 def _is_sample(shape: tuple[Any, ...]) -> bool:

@@ -7,7 +7,7 @@ lists the refused parts.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +77,7 @@ class Remote(Engine):
     Args:
         transport: carries packets.
         terms: deadlines, limits and the effect of a refusal.
+        facts: what an edge has heard about the federation; by default, the population has all facts.
         *args: see `Engine`. `population` holds the server's knowledge about the clients.
         **kwargs: see `Engine`.
 
@@ -87,14 +88,16 @@ class Remote(Engine):
     name = "remote"
     keeps_locals = False
 
-    def __init__(self, *args: Any, transport: Transport, terms: ReplyTerms, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, transport: Transport, terms: ReplyTerms, facts: Facts | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.transport, self.terms, self.holds = transport, terms, terms.holds
         columns = self.population.columns
         shapes = {name: column.shape for name, column in columns.modalities.items()}
         scaled = columns.standardise if isinstance(columns.standardise, tuple) else ()
         known = as_tables(features_of(columns))
-        self.facts = Facts(shapes, columns.num_classes, digest(self.model.unsent), scaled, known)
+        self.facts = facts or Facts(shapes, columns.num_classes, digest(self.model.unsent), scaled, known)
 
     @override
     def answer(self, request: Request, clients: Sequence[int], send: Send) -> Answer:
@@ -122,7 +125,7 @@ class Remote(Engine):
         def sent(clients: Collection[int]) -> None:
             for client in sorted(clients):
                 own = messages[client]
-                self._book(request_of[client], client, own, TO_CLIENT, self.rounds(own), came=round)
+                self._book(request_of[client], client, own, TO_CLIENT, came=round, packings=self.rounds(own))
 
         least = min(self.terms.min_replies, len(request_of))
         patience = Patience(self.terms.reply_seconds, enough, least, self.terms.away_seconds)
@@ -184,16 +187,23 @@ class Remote(Engine):
         self, request: Request, packets: dict[int, Packet], messages: Mapping[int, Message]
     ) -> dict[int, Packet | str]:
         """Exchange the packets, and record the sent messages in the ledger."""
+
+        def sent(clients: Collection[int]) -> None:
+            for client in sorted(clients):
+                own = messages[client]
+                self._book(request, client, own, TO_CLIENT, packings=self.rounds(own))
+
+        return self._exchange(request, packets, sent)
+
+    def _exchange(
+        self, request: Request, packets: dict[int, Packet], sent: Callable[[Collection[int]], None]
+    ) -> dict[int, Packet | str]:
+        """Exchange packets, for as long as the terms say."""
         terms = self.terms
         least = min(terms.min_replies, len(packets))
         share = math.ceil(terms.close_at * len(packets) - 1e-9)
         enough = max(share if request.enough is None else min(share, request.enough), least)
         patience = Patience(terms.reply_seconds, enough, least, terms.away_seconds)
-
-        def sent(clients: Collection[int]) -> None:
-            for client in sorted(clients):
-                self._book(request, client, messages[client], TO_CLIENT, self.rounds(messages[client]))
-
         with self._telling_late_replies():
             return self.transport.exchange(packets, patience, sent)
 
@@ -265,7 +275,7 @@ class Remote(Engine):
             missing[client] = one_line(error)
             return None
         packings = {} if self.compression is None else self.compression.packings(request, got, reply)
-        self._book(request, client, reply, request.scope, packings, seal_of(answer.header), came)
+        self._book(request, client, reply, request.scope, seal_of(answer.header), came, packings)
         return reply
 
     def _opened(self, request: Request, client: int, got: Message, answer: Packet) -> Message:
@@ -288,11 +298,19 @@ class Remote(Engine):
         compression, terms = self.compression, {"limit": self.terms.limit, "most": self._most_tensors(request.reply)}
         unpacking = None if compression is None else Expected(compression.slots(request, got))
         reply: Message = decode(answer, request.reply, **terms, unpacking=unpacking, shared=True)
+        self._refuse_strange(request, client, reply)
+        return reply
+
+    def _refuse_strange(self, request: Request, client: int, reply: Message) -> None:
+        """Refuse a reply with names that it does not declare, before the ledger records them.
+
+        Raises:
+            BadReply: it has such names.
+        """
         announcement = self.announcement(self.registry.owned(client))
-        for part in crossings(reply):  # before the ledger records them, so that it holds only declared names
+        for part in crossings(reply):
             if announcement.strange(request.name, part):
                 raise BadReply(f"sent names in {part.field} that {type(reply).__name__} does not declare")
-        return reply
 
     def _most_tensors(self, reply: type[Message]) -> int:
         """Return an upper bound of the number of tensors in a valid reply.
@@ -308,9 +326,9 @@ class Remote(Engine):
         client: int,
         msg: Message,
         destination: str,
-        packings: Packings,
         seal: str = "",
         came: int | None = None,
+        packings: Packings | None = None,
     ) -> None:
         """Record a message in the ledger. `came` is the round in which it passed, if a buffer was filled then."""
         parts, came = crossings(msg, packings=packings), None if came == request.round else came

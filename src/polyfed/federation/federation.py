@@ -21,7 +21,7 @@ from polyfed.core.messages import LABELS, Message, tensors
 from polyfed.core.request import Accept, HeldOut, Request, Send, Task, contiguous
 from polyfed.core.sendable import check_sent
 from polyfed.core.system.openmp import threads_worth
-from polyfed.core.tasks import path_of, types_of
+from polyfed.core.tasks import info_of, path_of, tasks_of, types_of
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.data.columns import Column, Columns
 from polyfed.federation.attack import Attack, cure
@@ -34,8 +34,9 @@ from polyfed.federation.message_validation import NOT_FINITE, MessageValidator, 
 from polyfed.federation.open_work import Buffer, OpenWork, first_to_arrive
 from polyfed.federation.outliers import ALONE, OutlierCheck, Sizes, too_far
 from polyfed.federation.private_mean import PrivateMean
-from polyfed.federation.replies import Answer, Replies, ReplyStack, listed
+from polyfed.federation.replies import Answer, Replies, ReplyStack, listed, stacked
 from polyfed.federation.secure_aggregation.server import SecureSum, Summing
+from polyfed.federation.silos import Answered, Edges, InSilos, MakePart, in_lockstep
 from polyfed.privacy.differential.mechanism import Mechanism
 from polyfed.training import SingleClientData
 from polyfed.training.optimisers import Moments
@@ -105,6 +106,7 @@ class Federation:
         ranks: the LoRA ranks of the clients.
         privacy: how replies are protected under [privacy], or None.
         compression: how messages are compressed under [wire], or None.
+        edges: sends parts to the edges of silos, or None if they run in this process; see `in_silos`.
         round: the current round, from 1; 0 before the first.
         evaluating: whether requests now evaluate the models. Simulated attackers answer such requests truthfully.
         asked: number of requests so far in this round.
@@ -127,6 +129,7 @@ class Federation:
     ranks: ClientRanks = ClientRanks()
     privacy: Mechanism | None = None
     compression: Compression | None = None
+    edges: Edges | None = None
     round: int = 0
     evaluating: bool = False
     asked: int = 0
@@ -255,6 +258,54 @@ class Federation:
         if self.compression is None or max(clients) < 0:  # evaluation clients are the server's own
             return sent
         return self.compression.rounded(request, sent)
+
+    def in_silos(
+        self,
+        part: MakePart,
+        silos: Mapping[int, Sequence[int]],
+        kept: Mapping[int, Any],
+        send: Message,
+        accept: Accept | None = None,
+    ) -> InSilos:
+        """Let each silo do its part, and return what the server may see of it; see `polyfed.federation.silos`.
+
+        Args:
+            part: a method of the algorithm.
+            silos: the devices of each silo that takes part.
+            kept: what the edge of each silo has kept.
+            send: the server's message to the edges.
+            accept: an additional check of the replies that the server sees; see `ask`.
+        """
+        if self.edges is not None:
+            return self._at_edges(self.edges, part.__name__, silos, send, accept)
+        return in_lockstep(self, {silo: part(silo, own, kept.get(silo), send, self) for silo, own in silos.items()})
+
+    def _at_edges(
+        self, edges: Edges, part: str, silos: Mapping[int, Sequence[int]], send: Message, accept: Accept | None
+    ) -> InSilos:
+        """Let edges do the part, and check what they forward as if the devices had been asked from here.
+
+        Raises:
+            TooFewReplies: no edge answered, outside of an evaluation.
+        """
+        tasks = {name: task for name, task in tasks_of(self.owner).items() if info_of(task).scope == "server"}
+        place = (self.round, self.rounds, self.asked, self.seed)
+        peak = self._peak(part, send)
+        told = edges.in_silos(Request(next(iter(tasks.values())), part, *place), part, silos, send)
+        self.asked = told.last
+        found = InSilos(missing=told.missing)
+        lost_silos = {client: why for silo, why in told.missing.items() for client in silos[silo]}
+        if len(lost_silos) == sum(map(len, silos.values())) and not self.evaluating:
+            raise TooFewReplies(f"round {self.round}, part {part}: no edge answered. {listed(lost_silos)}")
+        for one in told.answers:
+            task = tasks[one.task]
+            request = Request(task, one.task, self.round, self.rounds, one.number, self.seed, one.turn)
+            parts, lost = self.usable(request, Answer.of(stacked(one.replies), one.missing | lost_silos), send, accept)
+            usable = Replies(parts, self._missing(request, lost, peak))
+            self._senders.update(client for stack in parts for client in stack.clients)
+            self._report(request, send, usable, quorum=False)
+            found.answers.append(Answered(task, one.number, one.turn, usable))
+        return found
 
     def gather(
         self,
@@ -396,12 +447,14 @@ class Federation:
             RecipeError: a message is not as the task declares or cannot be sent.
         """
         check_sent(request, send)
-        if not isinstance(send, Message):
-            return 0.0
+        return self._peak(request.name, send) if isinstance(send, Message) else 0.0
+
+    def _peak(self, name: str, send: Message) -> float:
+        """Return the largest magnitude in a message for all clients; see `_check_sent`."""
         peak = largest_magnitude(send)
         if not math.isfinite(peak):
             raise Diverged(
-                f"round {self.round}, task {request.name}: the server's own model {NOT_FINITE}{self._suspects()}. "
+                f"round {self.round}, task {name}: the server's own model {NOT_FINITE}{self._suspects()}. "
                 "Lower [train] lr, set [train] clip_norm, or leave out the client whose updates are too large"
             )
         if peak <= HUGE:

@@ -7,7 +7,7 @@ encoders and heads over the silos, weighted by rows (Eq. 3). See docs/algorithms
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -15,10 +15,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from polyfed.algorithms.base import SCORING
-from polyfed.algorithms.hfm.messages import bytes_down, bytes_up
-from polyfed.algorithms.hfm.samples import SiloSamples
+from polyfed.algorithms.hfm.messages import Forward, ToEdge, Upload, bytes_down, bytes_up
 from polyfed.algorithms.hfm.silo_exchange import Vertical, may_report
-from polyfed.algorithms.hfm.state import SiloState
+from polyfed.algorithms.hfm.state import Edge, SiloState
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.option_checks import NOT_NEGATIVE
 from polyfed.core.tasks import task
@@ -27,6 +26,7 @@ from polyfed.evaluation.scores import Measured, joined
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
+from polyfed.federation.silos import Ask, Part
 from polyfed.privacy.egress.policy import Policy
 from polyfed.training import ClientData
 
@@ -56,6 +56,7 @@ class Adopted(Message):
 class Hfm(Vertical):
     """HFM: training inside silos, then averaging across silos. `Vertical` lists the options."""
 
+    silo_parts: ClassVar[tuple[str, ...]] = ("begin", "trained", "silo_scored")
     mixing: ClassVar[str] = "hfm trains each device on the embeddings of others"
 
     @override
@@ -79,38 +80,59 @@ class Hfm(Vertical):
         A device that missed the broadcast does not take part in the round, because its encoder and its anchor would be
         older than those of the other devices. The silo then trains without the device's modalities in this round.
         """
-        state = self.identified(state, fed)
-        samples = self.samples(state, fed)
-        silos = {silo: list(own.places) for silo, own in samples.items()}
-        heads = {silo: self._head(fed, members, state.params) for silo, members in silos.items()}
-        head = set(fed.context.model.head())
-        encoders = {name: value for name, value in state.params.items() if name not in head}
-        send = {
-            client: Adopt(encoders, heads[silo] if self.mu else {})
-            for silo, members in silos.items()
-            for client in members
-        }
-        adopted = fed.ask(self.adopt, sorted(send), send)
-        answered = {silo: [client for client in members if client in adopted] for silo, members in silos.items()}
-        there = {silo: members for silo, members in answered.items() if self._can_train(fed, members)}
-        heads = {silo: self._head(fed, members, state.params) for silo, members in there.items()}
-        state = self.vertical(state.with_(heads=heads, silo_bytes=0), fed, there, samples)
-        uploads, handed = self.sent_models(state, fed, there)
-        return state.with_(
-            params=state.params | self._mean(uploads, samples, fed),
-            silo_bytes=state.silo_bytes + handed,
+        silos = self.devices(fed)
+        found = fed.in_silos(self.trained, silos, state.edges, ToEdge(state.params))
+        adopted, uploads = found.of(self.adopt), found.of(self.upload)
+        fed.require_quorum(uploads, "upload")
+        asked = {*adopted, *adopted.missing}
+        send: dict[int, Message] = {}
+        for members in silos.values():
+            there = [client for client in members if client in asked]
+            send |= self._broadcast(fed, there, state.params)
+        first = {silo: next((c for c in members if c in uploads), None) for silo, members in silos.items()}
+        told = [uploads[client].training.cpu() for client in first.values() if client is not None]
+        return state.after(told, self.exchanges).with_(
+            params=state.params | self._mean(uploads, silos, fed),
+            edges=state.edges | found.kept,
             server_bytes=bytes_down(fed, send) + bytes_up(adopted) + bytes_up(uploads),
         )
 
-    def _can_train(self, fed: Federation, members: Sequence[int]) -> bool:
-        """Return whether one of these devices of a silo holds labels."""
-        return any(self.holds_labels(fed.clients.owned(client)) for client in members)
+    def trained(self, silo: int, members: Sequence[int], kept: Edge | None, got: ToEdge, fed: Federation) -> Part[Edge]:
+        """Hand the global model to the devices of a silo, do R exchanges, and let the devices send their models."""
+        own = yield from self.identified(members, kept or Edge(), fed)
+        samples = self.samples(silo, members, own, fed)
+        if samples is None:
+            return own
+        adopted = yield Ask(self.adopt, self._broadcast(fed, list(samples.places), got.params))
+        there = [client for client in samples.places if client in adopted]
+        if not any(self.holds_labels(fed.clients.owned(client)) for client in there):
+            return own
+        own = replace(own, head=self._head(fed, there, got.params))
+        own = yield from self.exchanged(silo, there, own, samples, fed)
+        counts = {client: (torch.tensor(samples.rows(client)), torch.tensor(samples.count)) for client in there}
+        heads = {there[0]: own.head}
+        forward = {c: Forward(heads.get(c, {}), rows, count, own.training) for c, (rows, count) in counts.items()}
+        moved = torch.tensor([0, 0, 0, 0, bytes_down(fed, forward)], dtype=torch.float64)
+        own = replace(own, training=own.training + moved)
+        yield Ask(self.upload, {c: replace(msg, training=own.training) for c, msg in forward.items()})
+        return own
 
-    def _mean(self, uploads: Replies, samples: Mapping[int, SiloSamples], fed: Federation) -> Tree:
-        """Return the averages of Eq. 3: encoders weighted by the device's samples, heads by the silo's samples."""
-        silo_of = {client: silo for silo, own in samples.items() for client in own.places}
-        encoders = {client: samples[silo_of[client]].rows(client) for client in uploads}
-        whole = {client: samples[silo_of[client]].count for client in uploads}
+    def _broadcast(self, fed: Federation, members: Sequence[int], params: Tree) -> dict[int, Message]:
+        """Return the server's message to each of some devices of a silo."""
+        whole = set(fed.context.model.head())
+        encoders = {name: value for name, value in params.items() if name not in whole}
+        head = self._head(fed, members, params) if self.mu else {}
+        return dict.fromkeys(members, Adopt(encoders, head))
+
+    def _mean(self, uploads: Replies, silos: Mapping[int, Sequence[int]], fed: Federation) -> Tree:
+        """Return the averages of Eq. 3: encoders weighted by the device's samples, heads by the silo's samples.
+
+        An edge says how many samples take part. No device has more than its rows, and no silo more than its devices.
+        """
+        rows = fed.clients.rows_of(uploads)
+        of_silo = {c: sum(fed.clients.rows_of(members).values()) for members in silos.values() for c in members}
+        encoders = {client: min(int(reply.num_rows), rows[client]) for client, reply in uploads.items()}
+        whole = {client: min(int(reply.samples), of_silo[client]) for client, reply in uploads.items()}
         mean = uploads.mean("params", encoders)
         if encoders != whole:
             mean |= {n: v for n, v in uploads.mean("params", whole).items() if n in fed.context.model.head()}
@@ -121,10 +143,7 @@ class Hfm(Vertical):
         found = self.evaluate_globally(state.params, fed) if fed.evaluation_clients else Measured({})
         if not (self.evaluation.personal and fed.clients.tested and may_report(fed.context.policy)):
             return found
-        head = set(fed.context.model.head())
-        encoders = {name: value for name, value in state.params.items() if name not in head}
-        heads = {silo: self._head(fed, members, state.params) for silo, members in self.devices(fed).items()}
-        return joined(found, self.evaluated_in_silos(fed, heads, encoders))
+        return joined(found, self.evaluated_in_silos(fed, state.edges, state.params))
 
     @override
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
@@ -142,3 +161,8 @@ class Hfm(Vertical):
         encoders = {name: value for name, value in got.params.items() if name in local}
         anchors = nested(ANCHOR, encoders | got.head) if self.mu else {}
         return Adopted(data.num_rows), local | encoders | anchors
+
+    @task()
+    def upload(self, context: ClientContext, data: ClientData, local: Tree, got: Forward) -> tuple[Upload, Tree]:
+        """Send the device's encoders to the server. The first device of a silo also forwards the head of its edge."""
+        return Upload(self._encoders(context, local) | got.head, got.num_rows, got.samples, got.training), local

@@ -16,7 +16,6 @@ from polyfed.core.option_checks import NOT_NEGATIVE
 from polyfed.core.request import Accept
 from polyfed.core.tree import Tree, keep_on_host, zip_map
 from polyfed.federation.federation import Federation
-from polyfed.federation.replies import Replies
 
 
 @message
@@ -97,21 +96,37 @@ class Followed(Message):
 
 
 @message
+class ToEdge(Message):
+    """The server's message to the edge of a silo: the global model, without it if the silo uses its own."""
+
+    params: Tree = carries("parameters", partial=True, optional=True)
+
+
+@message
 class Forward(Message):
     """An edge's message to a device of its silo, before the device sends its `Upload` to the server.
 
-    The first device of the silo gets the edge's head, and forwards this head to the server. The other devices get an
-    empty message.
+    The first device of the silo gets the edge's head, and forwards this head to the server. `num_rows` counts the
+    samples of the silo that this device has, `samples` all that take part, N_m. `training` is `Edge.training`.
     """
 
     head: Tree = carries("parameters", whole=True, part="head", optional=True)
+    num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE)
+    samples: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE)
+    training: Tensor = carries("statistic", dtype="sums", shape=(5,))
 
 
 @message
 class Upload(Message):
-    """A device's reply to the server: its encoders. The first device of an edge also sends the head of the edge."""
+    """A device's reply to the server: its encoders, and what the edge says about the silo.
+
+    The first device of an edge also sends the head of the edge.
+    """
 
     params: Tree = carries("parameters", partial=True, whole=True)
+    num_rows: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE)
+    samples: Tensor = carries("statistic", dtype="int64", within=NOT_NEGATIVE)
+    training: Tensor = carries("statistic", dtype="sums", shape=(5,))
 
 
 @message
@@ -180,6 +195,6 @@ def bytes_down(fed: Federation, send: Mapping[int, Message]) -> int:
     return sum(crossing.bytes for msg in received for crossing in crossings(msg))
 
 
-def bytes_up(replies: Replies) -> int:
+def bytes_up(replies: Mapping[int, Message]) -> int:
     """Return the bytes of replies, counted as in the ledger."""
-    return sum(len(p.clients) * sum(c.bytes for c in crossings(p.message, stacked=True)) for p in replies.parts)
+    return sum(crossing.bytes for reply in replies.values() for crossing in crossings(reply))

@@ -8,10 +8,10 @@ constant. Devices with labels also train a copy of the head. Then the edge compu
 Letters: M silos, K devices in a silo, N_m samples of silo m, B_m its mini-batch, Q local rounds between two exchanges
 (`local_rounds`), R exchanges in a round (`exchanges`). See docs/algorithms/hfm.md.
 
-The server half runs the edges. Requests whose replies only an edge may see have `scope="silo"`. A message from an edge
-to the server goes through the first device of its silo. That device's policy therefore applies, and its ledger counts
-the message. The vectorised engine trains all devices of one modality in one stack, even if these devices belong to
-different silos.
+What happens in a silo is a part (`polyfed.federation.silos`), which the edge of the silo runs. Requests whose replies
+only an edge may see have `scope="silo"`. A message from an edge to the server goes through the devices of its silo.
+Their policies therefore apply, and their ledgers count the message. The vectorised engine trains all devices of one
+modality in one stack, even if these devices belong to different silos.
 
 On the devices, one with labels trains its encoder and a copy of the head on the exchanged embeddings (`practise`). If
 `labels_at` is set, a device without labels trains its encoder on the gradients of its embeddings (`guide`, `follow`).
@@ -22,7 +22,7 @@ holds.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -38,7 +38,6 @@ from polyfed.algorithms.hfm.messages import (
     Evaluated,
     Exchange,
     Followed,
-    Forward,
     Guidance,
     Ids,
     OwnTest,
@@ -46,7 +45,7 @@ from polyfed.algorithms.hfm.messages import (
     Sample,
     Sent,
     Slopes,
-    Upload,
+    ToEdge,
     bytes_down,
     bytes_up,
     mean_tree,
@@ -55,7 +54,7 @@ from polyfed.algorithms.hfm.messages import (
     whole_batch,
 )
 from polyfed.algorithms.hfm.samples import SiloSamples, no_usable_sample
-from polyfed.algorithms.hfm.state import SiloState, Turn
+from polyfed.algorithms.hfm.state import Edge, SiloState, Turn
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError, TooFewReplies
@@ -76,10 +75,11 @@ from polyfed.core.request import Task, names_as_sent
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree, squared_distance
 from polyfed.evaluation.scores import Measured, OwnScore, Predictor, own_score, possible
-from polyfed.evaluation.subsets import Interval, metrics_over_clients, subsets_of
+from polyfed.evaluation.subsets import metrics_over_clients, subsets_of
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
+from polyfed.federation.silos import Ask, Part
 from polyfed.model import Model
 from polyfed.model.fusion import masked
 from polyfed.objective import SUPERVISED, Objective
@@ -239,69 +239,72 @@ class Vertical(Algorithm[SiloState]):
         """
         silos = self.devices(fed)
         self._check_labels(fed, silos)
-        heads = {silo: self._head(fed, members, params) for silo, members in silos.items()}
-        state = self.identified(SiloState(params, heads=heads), fed)
-        if not state.ids:
+        found = fed.in_silos(self.begin, silos, {}, ToEdge(params))
+        if len(found.missing) == len(silos):
             raise TooFewReplies("no device of any silo sent its sample ids; see the events for the reasons")
-        self.samples(state, fed)
-        if late := [silo for silo, members in silos.items() if not any(client in state.ids for client in members)]:
-            names = ", ".join(map(str, late))
+        if found.missing:
+            names = ", ".join(map(str, found.missing))
             fed.emit(
                 "note", text=f"silo {names}: no device sent its ids yet, so the silo takes part when one has sent them"
             )
-        return state
+        heads = {silo: Edge(self._head(fed, silos[silo], params)) for silo in found.missing}
+        return SiloState(params, edges=dict(sorted((heads | found.kept).items())))
 
-    def identified(self, state: SiloState, fed: Federation) -> SiloState:
-        """Ask the devices whose sample ids are not known yet for their ids."""
-        unknown = [c for members in self.devices(fed).values() for c in members if c not in state.ids]
-        if not unknown:
-            return state
-        told = fed.ask(self.identify, unknown, Question(), quorum=fed.round == 0, accept=some_rows)
-        return state.with_(ids=state.ids | {client: reply.ids.clone() for client, reply in told.items()})
+    # the parts of a silo, which its edge runs
 
-    def samples(self, state: SiloState, fed: Federation) -> dict[int, SiloSamples]:
-        """Match the rows of the devices of each silo, and leave out silos that cannot take part yet.
+    def begin(self, silo: int, members: Sequence[int], kept: None, got: ToEdge, fed: Federation) -> Part[Edge]:
+        """Ask the devices for their sample ids, and match their rows.
 
         Raises:
-            DataError: the rows of a silo's devices cannot be matched (`SiloSamples.of`), or the devices of a silo hold
-                no sample that can be used.
+            DataError: the rows cannot be matched.
+            TooFewReplies: no device sent its ids.
         """
-        found = {}
-        for silo, members in self.devices(fed).items():
-            ids = {client: state.ids[client] for client in members if client in state.ids}
-            owned = {client: fed.clients.owned(client) for client in ids}
-            labelled = [client for client in ids if self.holds_labels(owned[client])]
-            if labelled:
-                found[silo] = SiloSamples.of(silo, ids, owned, self.overlap, labelled)
-                if not found[silo].count:
-                    raise no_usable_sample(silo, ids, self.overlap)
+        own = yield from self.identified(members, Edge(self._head(fed, members, got.params)), fed)
+        if not own.ids:
+            raise TooFewReplies("none of its devices sent its sample ids")
+        self.samples(silo, members, own, fed)
+        return own
+
+    def identified(self, members: Sequence[int], own: Edge, fed: Federation) -> Part[Edge]:
+        """Ask the devices whose sample ids are not known yet for their ids."""
+        unknown = [client for client in members if client not in own.ids]
+        ask = dict.fromkeys(unknown, Question())
+        told = yield Ask(self.identify, ask, quorum=fed.round == 0, accept=some_rows, if_any=True)
+        return replace(own, ids=own.ids | {client: reply.ids.clone() for client, reply in told.items()})
+
+    def samples(self, silo: int, members: Sequence[int], own: Edge, fed: Federation) -> SiloSamples | None:
+        """Match the rows of the devices of a silo. Return None if the silo cannot take part yet.
+
+        Raises:
+            DataError: the rows cannot be matched (`SiloSamples.of`), or the devices hold no sample that can be used.
+        """
+        ids = {client: own.ids[client] for client in members if client in own.ids}
+        owned = {client: fed.clients.owned(client) for client in ids}
+        labelled = [client for client in ids if self.holds_labels(owned[client])]
+        if not labelled:
+            return None
+        found = SiloSamples.of(silo, ids, owned, self.overlap, labelled)
+        if not found.count:
+            raise no_usable_sample(silo, ids, self.overlap)
         return found
 
-    def vertical(
-        self, state: SiloState, fed: Federation, silos: Mapping[int, list[int]], samples: Mapping[int, SiloSamples]
-    ) -> SiloState:
-        """Do R exchanges, each followed by Q local rounds, in several silos at once.
+    def exchanged(
+        self, silo: int, members: Sequence[int], own: Edge, samples: SiloSamples, fed: Federation
+    ) -> Part[Edge]:
+        """Do R exchanges, each followed by Q local rounds, in a silo.
 
         Args:
-            state: the state. In the returned state, `train_loss` and `drift` are means over devices.
-            silos: the silos that take part, each with those of its devices that take part.
-            samples: the samples of these silos.
+            silo: its number.
+            members: those of its devices that take part.
+            own: what its edge keeps.
+            samples: its samples.
+            fed: the facts about the devices.
         """
-        drifts: list[float] = []
-        losses: list[float] = []
+        own = replace(own, training=torch.zeros(5, dtype=torch.float64))
         for number in range(self.exchanges):
-            batches = {silo: self._rows(fed, silo, samples[silo].count, number) for silo in silos}
-            state, copies, followed = self._exchange(state, fed, Turn(number, silos, samples, batches))
-            losses += copies.numbers("loss").values()
-            drifts += [*copies.numbers("drift").values(), *followed.numbers("drift").values()]
-        mean = {"train_loss": losses, "drift": drifts}
-        return state.with_(**{name: sum(values) / len(values) for name, values in mean.items() if values})
-
-    def sent_models(self, state: SiloState, fed: Federation, silos: Mapping[int, list[int]]) -> tuple[Replies, int]:
-        """Return the devices' encoders, each silo's head from its first device, and the bytes sent to the devices."""
-        heads = {members[0]: state.heads[silo] for silo, members in silos.items()}
-        send = {client: Forward(heads.get(client, {})) for members in silos.values() for client in members}
-        return fed.ask(self.upload, sorted(send), send), bytes_down(fed, send)
+            turn = Turn(number, silo, members, samples, self._rows(fed, silo, samples.count, number))
+            own = yield from self._exchange(own, fed, turn)
+        return own
 
     @override
     def observe(self, state: SiloState) -> dict[str, float]:
@@ -321,79 +324,72 @@ class Vertical(Algorithm[SiloState]):
 
     # the edge
 
-    def _exchange(self, state: SiloState, fed: Federation, turn: Turn) -> tuple[SiloState, Replies, Replies]:
+    def _exchange(self, own: Edge, fed: Federation, turn: Turn) -> Part[Edge]:
         request = turn.own_rows()
-        answers = fed.ask(self.embed, sorted(request), request, turn=turn.number, accept=whole_batch(request))
+        answers = yield Ask(self.embed, request, turn=turn.number, accept=whole_batch(request))
         fresh = {client: Sent(request[client].rows, reply.embeddings) for client, reply in answers.items()}
         known = {
             c: sent
-            for c, sent in (state.sent | fresh).items()
+            for c, sent in (own.sent | fresh).items()
             if c in request and torch.equal(sent.rows, request[c].rows)
         }
-        phi = self._phi(state, fed, turn, request, known, answers)
+        phi = self._phi(own, fed, turn, request, known, answers)
         moved = bytes_down(fed, request) + bytes_up(answers)
-        followed = Replies([])
+        followed: Mapping[int, Any] = {}
         if self.labels_at:
-            followed, more = self._guided(fed, turn, request, known, phi)
+            followed, more = yield from self._guided(fed, turn, request, known, phi)
             moved += more
-        copies, more = self._asked(fed, self.practise, phi, turn, heads=self.head_update == "device_average")
+        copies, more = yield from self._asked(fed, self.practise, phi, turn, heads=self.head_update == "device_average")
         heads_from, moved = copies, moved + more
         if self.head_update == "server":
-            there = ([c for c in members if c in phi] for members in turn.silos.values())
-            hosts = {members[0]: phi[members[0]] for members in there if members}
-            heads_from, more = self._asked(fed, self.fit_head, hosts, turn, heads=True, quorum=False)
+            hosts = [client for client in turn.members if client in phi][:1]
+            host = {client: phi[client] for client in hosts}
+            heads_from, more = yield from self._asked(fed, self.fit_head, host, turn, heads=True, quorum=False)
             moved += more
-        heads = {
-            silo: mean_tree([heads_from[client].head for client in members if client in heads_from])
-            or state.heads[silo]
-            for silo, members in turn.silos.items()
-        }
-        after = state.with_(
-            heads=state.heads | heads,
-            sent={} if self.resample else state.sent | fresh,
-            exchanges=state.exchanges + 1,
-            silo_bytes=state.silo_bytes + moved,
-        )
-        return after, copies, followed
+        head = mean_tree([heads_from[client].head for client in turn.members if client in heads_from]) or own.head
+        losses = [float(copy.loss) for copy in copies.values()]
+        drifts = [float(reply.drift) for reply in (*copies.values(), *followed.values())]
+        told = torch.tensor([sum(losses), len(losses), sum(drifts), len(drifts), moved], dtype=torch.float64)
+        sent = {} if self.resample else own.sent | fresh
+        return replace(own, head=head, sent=sent, training=own.training + told)
 
     def _asked(
         self, fed: Federation, task: Task, send: Mapping[int, Message], turn: Turn, *, heads: bool, quorum: bool = True
-    ) -> tuple[Replies, int]:
+    ) -> Part[tuple[Mapping[int, Any], int]]:
         """Ask devices to do one task of an exchange. Return their replies, and the bytes sent and received.
 
-        If `heads` is set, every reply contains a head. The server rejects a reply if the parameters of this head have
-        other names than the parameters of the head that the server sent to the device.
+        If `heads` is set, every reply contains a head. A reply is dropped if the parameters of this head have other
+        names than the parameters of the head that the device received.
         """
         accept = names_as_sent("head", send) if heads else None
-        replies = fed.ask(task, sorted(send), send, quorum=quorum, turn=turn.number, accept=accept)
+        replies = yield Ask(task, send, quorum=quorum, turn=turn.number, accept=accept)
         return replies, bytes_down(fed, send) + bytes_up(replies)
 
     def _phi(
         self,
-        state: SiloState,
+        own: Edge,
         fed: Federation,
         turn: Turn,
         request: Mapping[int, Sample],
         known: Mapping[int, Sent],
-        answers: Replies,
+        answers: Collection[int],
     ) -> dict[int, Exchange]:
         """Return Phi for every device that holds labels and has answered.
 
         Phi consists of the head and the embeddings of the device's samples.
         """
         phi: dict[int, Exchange] = {}
-        for silo, members in turn.silos.items():
-            samples, batch = turn.samples[silo], turn.batches[silo]
-            pooled = samples.pooled(batch, {c: known[c].embeddings for c in members if c in known})
-            for c in members:
-                if c not in answers or not self.holds_labels(fed.clients.owned(c)):
-                    continue
-                held = samples.held(batch, c)
-                own = pooled if bool(held.all()) else {m: h[held.to(h.device)] for m, h in pooled.items()}
-                phi[c] = Exchange(state.heads[silo], own, request[c].rows)
-                if self.placebo == "shuffled":
-                    key = keys.key(fed.seed, "placebo", silo, fed.round, turn.number)
-                    phi[c] = shuffled_peers(phi[c], fed.clients.owned(c), key)
+        samples, batch = turn.samples, turn.batch
+        pooled = samples.pooled(batch, {c: known[c].embeddings for c in turn.members if c in known})
+        for c in turn.members:
+            if c not in answers or not self.holds_labels(fed.clients.owned(c)):
+                continue
+            held = samples.held(batch, c)
+            mine = pooled if bool(held.all()) else {m: h[held.to(h.device)] for m, h in pooled.items()}
+            phi[c] = Exchange(own.head, mine, request[c].rows)
+            if self.placebo == "shuffled":
+                key = keys.key(fed.seed, "placebo", turn.silo, fed.round, turn.number)
+                phi[c] = shuffled_peers(phi[c], fed.clients.owned(c), key)
         return phi
 
     def _guided(
@@ -403,26 +399,25 @@ class Vertical(Algorithm[SiloState]):
         request: Mapping[int, Sample],
         known: Mapping[int, Sent],
         phi: Mapping[int, Exchange],
-    ) -> tuple[Replies, int]:
+    ) -> Part[tuple[Mapping[int, Any], int]]:
         """Train devices without labels (option `labels_at`). Return their replies, and the bytes sent and received."""
-        slopes, moved = self._asked(fed, self.guide, phi, turn, heads=False)
+        slopes, moved = yield from self._asked(fed, self.guide, phi, turn, heads=False)
         send: dict[int, Guidance] = {}
-        for silo, members in turn.silos.items():
-            samples, batch = turn.samples[silo], turn.batches[silo]
-            by_modality = samples.pooled(batch, {c: slopes[c].gradients for c in members if c in slopes})
-            sent = [c for c in members if c in known]
-            for c in sent:
-                if self.holds_labels(owned := fed.clients.owned(c)):
-                    continue
-                held = samples.held(batch, c)
-                own = {}
-                for m in owned:
-                    if m in by_modality:  # an embedding is a mean over devices, which divides the gradient of each
-                        holders = [k for k in sent if m in fed.clients.owned(k)]
-                        own[m] = samples.per_holder(by_modality[m], batch, holders)[held.to(by_modality[m].device)]
-                if own:
-                    send[c] = Guidance(own, request[c].rows)
-        followed, more = self._asked(fed, self.follow, send, turn, heads=False, quorum=False)
+        samples, batch = turn.samples, turn.batch
+        by_modality = samples.pooled(batch, {c: slopes[c].gradients for c in turn.members if c in slopes})
+        sent = [c for c in turn.members if c in known]
+        for c in sent:
+            if self.holds_labels(owned := fed.clients.owned(c)):
+                continue
+            held = samples.held(batch, c)
+            own = {}
+            for m in owned:
+                if m in by_modality:  # an embedding is a mean over devices, which divides the gradient of each
+                    holders = [k for k in sent if m in fed.clients.owned(k)]
+                    own[m] = samples.per_holder(by_modality[m], batch, holders)[held.to(by_modality[m].device)]
+            if own:
+                send[c] = Guidance(own, request[c].rows)
+        followed, more = yield from self._asked(fed, self.follow, send, turn, heads=False, quorum=False)
         return followed, moved + more
 
     def _check_labels(self, fed: Federation, silos: Mapping[int, Sequence[int]]) -> None:
@@ -530,11 +525,6 @@ class Vertical(Algorithm[SiloState]):
         after = local | {name: fit.params[name] for name in encoders}
         return Followed(self._drift(context, data, before, after, got.rows)), after
 
-    @task()
-    def upload(self, context: ClientContext, data: ClientData, local: Tree, got: Forward) -> tuple[Upload, Tree]:
-        """Send the device's encoders to the server. The first device of a silo also forwards the head of its edge."""
-        return Upload(self._encoders(context, local) | got.head), local
-
     def _loss(
         self, context: ClientContext, trained: set[str], local: Tree, got: Exchange, *, fresh: bool = True
     ) -> Callable[[Tree, Batch], Tensor]:
@@ -616,7 +606,7 @@ class Vertical(Algorithm[SiloState]):
         held = fed.clients.holds[members_of(fed.clients, client)].any(0).tolist()
         return tuple(m for m, has in zip(fed.clients.modalities, held, strict=True) if has)
 
-    def evaluated_in_silos(self, fed: Federation, heads: Mapping[int, Tree], encoders: Tree) -> Measured:
+    def evaluated_in_silos(self, fed: Federation, edges: Mapping[int, Edge], params: Tree) -> Measured:
         """Score every silo on its own test rows, for the group `personal`.
 
         The score is listed under the number of the silo's first device.
@@ -624,66 +614,70 @@ class Vertical(Algorithm[SiloState]):
         A silo is left out if one of its devices does not answer or has no test rows, or if no test sample can be used.
 
         Args:
-            heads: the head of each silo.
-            encoders: the encoders to use; if empty, each device uses its own.
+            fed: the federation.
+            edges: what the edges keep.
+            params: the model; if empty, each device uses its own encoders, and each edge its own head.
         """
-        silos, tested = self.devices(fed), set(fed.clients.tested)
-        asked = [client for members in silos.values() for client in members if client in tested]
-        own = fed.ask(self.embed_own, asked, Evaluated(encoders), quorum=False, accept=some_rows)
-        send = {}
-        for silo, members in silos.items():
-            if not all(client in own for client in members):
-                continue
-            there = {client: own[client] for client in members}
-            owned = {client: fed.clients.owned(client) for client in members}
-            labelled = [client for client in members if self.holds_labels(owned[client])]
-            ids = {client: one.ids for client, one in there.items()}
-            samples = SiloSamples.of(silo, ids, owned, self.overlap, labelled)
-            if not samples.count:
-                continue
-            batch = torch.arange(samples.count)
-            sent = {
-                c: {m: h[samples.own_rows(batch, c).to(h.device)] for m, h in one.embeddings.items()}
-                for c, one in there.items()
-            }
-            scorer = next(client for client in labelled if samples.rows(client))
-            held = samples.held(batch, scorer)
-            known = {m: h[held.to(h.device)] for m, h in samples.pooled(batch, sent).items()}
-            send[scorer] = Exchange(heads[silo], known, samples.own_rows(batch, scorer))
-        told = fed.ask(self.score_silo, list(send), send, quorum=False, accept=possible(fed))
+        found = fed.in_silos(self.silo_scored, self.devices(fed), edges, ToEdge(params), accept=possible(fed))
+        told, *of_subsets = found.all_of(self.score_silo) or [Replies([])]
         group, scores, of_clients = self.over_clients(told, fed)
         if not group:
             return Measured({})
-        subsets, intervals = self._subsets_in_silos(fed, send)
+        measured: dict[tuple[str, ...], list[tuple[float | None, float]]] = {}
+        subsets = subsets_of(self.evaluation.subsets, fed.context.model.modalities)
+        for subset, replies in zip(subsets, of_subsets, strict=False):  # a false edge may answer fewer requests
+            rows = {client: float(reply.num_rows) for client, reply in replies.items()}
+            own_score = fed.context.objective.own_score
+            measured[subset] = [(own_score(reply.sums, rows[c]), rows[c]) for c, reply in replies.items()]
+        of_each, intervals = metrics_over_clients(self.evaluation.subsets, measured, fed)
         each = {members_of(fed.clients, client)[0]: score for client, score in scores.items()}
-        return Measured({"personal": group | subsets}, each, intervals={"personal": of_clients | intervals})
+        return Measured({"personal": group | of_each}, each, intervals={"personal": of_clients | intervals})
 
-    def _subsets_in_silos(
-        self, fed: Federation, send: Mapping[int, Exchange]
-    ) -> tuple[dict[str, float], dict[str, Interval]]:
-        """Score every silo from the embeddings of each subset that `[evaluate] subsets` names, in a request for each.
+    def silo_scored(
+        self, silo: int, members: Sequence[int], kept: Edge | None, got: ToEdge, fed: Federation
+    ) -> Part[Edge | None]:
+        """Score a silo: with all of its modalities, and then with each subset that `[evaluate] subsets` names.
 
         A silo sees a row that lacks a modality as a zero embedding, and such rows do not count.
-
-        Args:
-            fed: the federation.
-            send: the device that scores its silo -> what it received for the score from all modalities.
         """
-        which, objective = self.evaluation.subsets, fed.context.objective
-        found: dict[tuple[str, ...], list[tuple[float | None, float]]] = {}
-        for subset in subsets_of(which, fed.context.model.modalities):
+        tested, head = set(fed.clients.tested), set(fed.context.model.head())
+        encoders = {name: value for name, value in got.params.items() if name not in head}
+        asked = dict.fromkeys([client for client in members if client in tested], Evaluated(encoders))
+        own = yield Ask(self.embed_own, asked, quorum=False, accept=some_rows)
+        send: dict[int, Exchange] = {}
+        if all(client in own for client in members):
+            params = self._head(fed, members, got.params) if got.params else kept.head if kept is not None else {}
+            send = self._scoring(silo, own, params, fed)
+        yield Ask(self.score_silo, send, quorum=False, accept=possible(fed))
+        for subset in subsets_of(self.evaluation.subsets, fed.context.model.modalities):
             parts = {}
-            for client, got in send.items():
-                own = {m: h for m, h in got.embeddings.items() if m in subset}
-                if len(own) == len(subset):
-                    there = torch.stack([(h != 0).flatten(1).any(1).cpu() for h in own.values()]).all(0)
-                    some = {m: h[there.to(h.device)] for m, h in own.items()}
+            for client, whole in send.items():
+                some = {m: h for m, h in whole.embeddings.items() if m in subset}
+                if len(some) == len(subset):
+                    there = torch.stack([(h != 0).flatten(1).any(1).cpu() for h in some.values()]).all(0)
+                    some = {m: h[there.to(h.device)] for m, h in some.items()}
                     if bool(there.any()):
-                        parts[client] = replace(got, embeddings=some, rows=got.rows[there.to(got.rows.device)])
-            told = fed.ask(self.score_silo, list(parts), parts, quorum=False, accept=possible(fed))
-            rows = {client: float(reply.num_rows) for client, reply in told.items()}
-            found[subset] = [(objective.own_score(reply.sums, rows[c]), rows[c]) for c, reply in told.items()]
-        return metrics_over_clients(which, found, fed)
+                        parts[client] = replace(whole, embeddings=some, rows=whole.rows[there.to(whole.rows.device)])
+            yield Ask(self.score_silo, parts, quorum=False, accept=possible(fed))
+        return kept
+
+    def _scoring(self, silo: int, own: Mapping[int, Any], head: Tree, fed: Federation) -> dict[int, Exchange]:
+        """Return the message to the device that computes a silo's score, or nothing if no test sample can be used."""
+        owned = {client: fed.clients.owned(client) for client in own}
+        labelled = [client for client in own if self.holds_labels(owned[client])]
+        ids = {client: one.ids for client, one in own.items()}
+        samples = SiloSamples.of(silo, ids, owned, self.overlap, labelled)
+        if not samples.count:
+            return {}
+        batch = torch.arange(samples.count)
+        sent = {
+            c: {m: h[samples.own_rows(batch, c).to(h.device)] for m, h in one.embeddings.items()}
+            for c, one in own.items()
+        }
+        scorer = next(client for client in labelled if samples.rows(client))
+        held = samples.held(batch, scorer)
+        known = {m: h[held.to(h.device)] for m, h in samples.pooled(batch, sent).items()}
+        return {scorer: Exchange(head, known, samples.own_rows(batch, scorer))}
 
     @task(scope="silo")
     def embed_own(self, context: ClientContext, data: ClientData, local: Tree, got: Evaluated) -> tuple[OwnTest, Tree]:

@@ -1,8 +1,9 @@
-"""The server state of HFM and VFL, and the facts of one exchange."""
+"""The server state of HFM and VFL, what an edge keeps, and the facts of one exchange."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from polyfed.algorithms.averaging import State
@@ -12,28 +13,23 @@ from polyfed.core.tree import Tree, keep_on_host
 
 
 @dataclass(frozen=True)
-class SiloState(State):
-    """The state of `Averaging`, and the state of the edges.
+class Edge:
+    """What the edge of a silo keeps between rounds.
 
     Attributes:
-        heads: the head of each silo's edge.
+        head: its head.
         ids: the sample ids of each device, int64 (n,). A device whose ids are not known yet takes part in no round.
         sent: the last embeddings of each device. If `resample` is false, later exchanges use them again. If `resample`
             is true, nothing is kept.
-        drift: mean relative drift of the embeddings during Q local rounds, over all devices and exchanges of the last
-            round.
-        exchanges: number of exchanges so far.
-        silo_bytes: bytes between devices and their edges in the last round, both directions.
-        server_bytes: bytes between devices and the server in the last round, both directions.
+        training: of the last round, float64 (5,): the sum of the losses of all devices and exchanges, their number, the
+            sum of the drifts of embeddings during Q local rounds, their number, and the bytes between devices and edge
+            in both directions.
     """
 
-    heads: dict[int, Tree] = field(default_factory=dict)
+    head: Tree = field(default_factory=dict)
     ids: dict[int, Tensor] = field(default_factory=dict)
     sent: dict[int, Sent] = field(default_factory=dict)
-    drift: float = 0.0
-    exchanges: int = 0
-    silo_bytes: int = 0
-    server_bytes: int = 0
+    training: Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.float64))
 
     def __post_init__(self) -> None:
         """Keep the sample ids on the CPU, because the rows of a silo's devices are matched by these ids on the CPU."""
@@ -41,26 +37,56 @@ class SiloState(State):
 
 
 @dataclass(frozen=True)
+class SiloState(State):
+    """The state of `Averaging`, and that of the edges.
+
+    Attributes:
+        edges: what the edge of each silo keeps; empty in a deployment whose edges are processes of their own.
+        drift: mean relative drift of the embeddings during Q local rounds, over all devices and exchanges of the last
+            round.
+        exchanges: number of exchanges so far.
+        silo_bytes: bytes between devices and their edges in the last round, both directions.
+        server_bytes: bytes between devices and the server in the last round, both directions.
+    """
+
+    edges: dict[int, Edge] = field(default_factory=dict)
+    drift: float = 0.0
+    exchanges: int = 0
+    silo_bytes: int = 0
+    server_bytes: int = 0
+
+    @property
+    def heads(self) -> dict[int, Tree]:
+        """The head of each silo."""
+        return {silo: edge.head for silo, edge in self.edges.items()}
+
+    def after(self, training: Iterable[Tensor], exchanges: int) -> "SiloState":
+        """Return the state after a round in which silos have trained; see `Edge.training`."""
+        losses, copies, drifts, moves, moved = sum(training, torch.zeros(5, dtype=torch.float64)).tolist()
+        mean = ({"train_loss": losses / copies} if copies else {}) | ({"drift": drifts / moves} if moves else {})
+        found: SiloState = self.with_(**mean, exchanges=self.exchanges + exchanges, silo_bytes=int(moved))
+        return found
+
+
+@dataclass(frozen=True)
 class Turn:
-    """One exchange inside the silos.
+    """One exchange inside a silo.
 
     Attributes:
         number: number of the exchange in its round, from 0.
-        silos: the devices of each silo that take part.
-        samples: the samples of each silo.
-        batches: for each silo, the positions of the drawn samples B_m among the silo's samples, int64 (|B_m|,).
+        silo: number of the silo.
+        members: its devices that take part.
+        samples: its samples.
+        batch: the positions of the drawn samples B_m among the silo's samples, int64 (|B_m|,).
     """
 
     number: int
-    silos: Mapping[int, list[int]]
-    samples: Mapping[int, SiloSamples]
-    batches: Mapping[int, Tensor]
+    silo: int
+    members: Sequence[int]
+    samples: SiloSamples
+    batch: Tensor
 
     def own_rows(self) -> dict[int, Sample]:
         """Return, for each device that holds some of B_m, the positions of these samples among its own rows."""
-        own = {
-            c: self.samples[silo].own_rows(self.batches[silo], c)
-            for silo, members in self.silos.items()
-            for c in members
-        }
+        own = {client: self.samples.own_rows(self.batch, client) for client in self.members}
         return {client: Sample(rows) for client, rows in own.items() if len(rows)}

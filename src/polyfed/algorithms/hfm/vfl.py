@@ -6,22 +6,43 @@ it towards the head that the edge sent last. See docs/algorithms/vfl.md.
 """
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
+import torch
 from typing_extensions import override
 
 from polyfed.algorithms.base import SCORING
 from polyfed.algorithms.hfm.alignment import devices_of_silos, members_of
+from polyfed.algorithms.hfm.messages import ToEdge
 from polyfed.algorithms.hfm.silo_exchange import Vertical, may_report
-from polyfed.algorithms.hfm.state import SiloState
+from polyfed.algorithms.hfm.state import Edge, SiloState
 from polyfed.core.errors import PolyfedWarning
+from polyfed.core.messages import Message, carries, message
+from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
 from polyfed.evaluation import client_statistics
 from polyfed.evaluation.scores import Measured, joined, rows_alone, total
+from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
+from polyfed.federation.silos import Ask, Part
 from polyfed.privacy.egress.policy import Policy
+from polyfed.training import ClientData
+
+
+@message
+class Handed(Message):
+    """An edge's message to a device before the device sends its model: the head, for the first device of the silo."""
+
+    head: Tree = carries("parameters", whole=True, part="head", optional=True)
+
+
+@message
+class Uploaded(Message):
+    """A device's reply to the server: its encoders. The first device of an edge also sends the head of the edge."""
+
+    params: Tree = carries("parameters", partial=True, whole=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +83,17 @@ class Vfl(Vertical):
 
     @override
     def round(self, state: SiloState, fed: Federation) -> SiloState:
-        state = self.identified(state.with_(silo_bytes=0), fed)
-        samples = self.samples(state, fed)
-        return self.vertical(state, fed, {silo: list(own.places) for silo, own in samples.items()}, samples)
+        found = fed.in_silos(self.trained, self.devices(fed), state.edges, ToEdge({}))
+        told = [edge.training for edge in found.kept.values()]
+        return state.after(told, self.exchanges).with_(edges=state.edges | found.kept)
+
+    def trained(self, silo: int, members: Sequence[int], kept: Edge | None, got: ToEdge, fed: Federation) -> Part[Edge]:
+        """Do R exchanges in a silo."""
+        own = yield from self.identified(members, kept or Edge(), fed)
+        samples = self.samples(silo, members, own, fed)
+        if samples is None:
+            return replace(own, training=torch.zeros_like(own.training))
+        return (yield from self.exchanged(silo, list(samples.places), own, samples, fed))
 
     @override
     def evaluate(self, state: SiloState, fed: Federation) -> Measured:
@@ -73,7 +102,7 @@ class Vfl(Vertical):
         found = self._evaluated_by_server(state, fed) if possible else Measured({})
         if not (self.evaluation.personal and fed.clients.tested and may_report(policy)):
             return found
-        return joined(found, self.evaluated_in_silos(fed, state.heads, {}))
+        return joined(found, self.evaluated_in_silos(fed, state.edges, {}))
 
     @override
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
@@ -105,7 +134,7 @@ class Vfl(Vertical):
         not answer.
         """
         silos, measured = self.devices(fed), []
-        uploads, _ = self.sent_models(state, fed, silos)
+        uploads = fed.in_silos(self.uploaded, silos, state.edges, ToEdge({})).of(self.upload)
         for members in silos.values():
             if not all(client in uploads for client in members):
                 continue
@@ -116,3 +145,13 @@ class Vfl(Vertical):
             group: rows_alone([one.intervals[group] for one in measured if group in one.intervals]) for group in groups
         }
         return Measured(groups, confusion=total(one.confusion for one in measured), intervals=known)
+
+    def uploaded(self, silo: int, members: Sequence[int], kept: Edge, got: ToEdge, fed: Federation) -> Part[Edge]:
+        """Let the devices of a silo send their encoders, and the first one also the head of the edge."""
+        yield Ask(self.upload, {client: Handed(kept.head if client == members[0] else {}) for client in members})
+        return kept
+
+    @task()
+    def upload(self, context: ClientContext, data: ClientData, local: Tree, got: Handed) -> tuple[Uploaded, Tree]:
+        """Send the device's encoders to the server. The first device of a silo also forwards the head of its edge."""
+        return Uploaded(self._encoders(context, local) | got.head), local

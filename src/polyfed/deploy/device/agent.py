@@ -375,6 +375,17 @@ def _holds(path: Path, sha256: str) -> bool:
         return False
 
 
+def serving(credentials: str, host: str, port: int) -> Any:
+    """Serve the devices of a silo in a thread of the edge's process, and return the server with its `thread`."""
+    from polyfed.deploy.credentials import care_for_certificate  # only an edge serves
+    from polyfed.transport.hub import HubServer
+
+    hub: Any = HubServer(Path(credentials), host, port, lambda: care_for_certificate(Path(credentials)))
+    hub.thread = Thread(target=hub.run, daemon=True)
+    hub.thread.start()
+    return hub
+
+
 def main(number: int) -> int:
     """Run the devices of the configuration in an open file, until a signal ends this process. Return the exit code."""
     with open(number, "rb") as file:
@@ -386,13 +397,15 @@ def main(number: int) -> int:
     os.utime(contact, (0, 0))
     monitor = DeviceMonitor(told["metrics_port"], contact) if told["metrics_port"] else None
     devices, threads = [], []
+    hub = serving(**told["hub"]) if "hub" in told else None
     try:
         for one in told["devices"]:
             note = partial(LOGGER.warning, "client %s: %s", one["config"].get("client"))
             connection = Connection(told["server"], Path(told["ca"]), PrivateKey(Path(one["key"])), stop, note)
             done = monitor.done if monitor is not None else lambda facts: None
             devices.append(Device(connection, one["config"], tasks, told["limit"], done))
-        LOGGER.info("%d devices are ready and wait for %s. %s", len(devices), told["server"], WAITS)
+        who = "%d devices are ready and wait for %s. %s" if hub is None else "%d edge is ready and waits for %s. %s"
+        LOGGER.info(who, len(devices), told["server"], WAITS)
         for device in devices:
             threads.append(Thread(target=device.run, daemon=True))
             threads[-1].start()
@@ -405,6 +418,9 @@ def main(number: int) -> int:
             monitor.wait(1.0) if monitor is not None else stop.wait(1.0)
     finally:
         tasks.close()
+        if hub is not None:
+            hub.server.should_exit = True
+            hub.thread.join()
     return next((device.failed for device in devices if device.failed), 0)
 
 

@@ -29,6 +29,9 @@ WHERE = "[[device]]"
 SECTIONS = "[egress.*], [allow], [limits], [require] and [purposes.*]"
 """Names of the sections of a policy file, for error messages."""
 
+RELAYS = ("refused", "edge", "server-sees")
+"""Allowed values of `relay`."""
+
 PARTS = ("egress", "allow", "limits", "require", "purposes")
 
 _PAIR = re.compile(r"""([\w-]+)\s*=\s*("[^"]*"|'[^']*'|\S+)""")
@@ -52,10 +55,11 @@ class NodeConfig:
             the protection that a recipe must have.
         state: folder for local state and ledger. The default is `polyfed-state` in the same folder as the data.
         silo: number of the device's silo, or -1 if the device belongs to no silo.
-        relay: `server-sees` allows messages within the silo to pass through the server.
+        relay: `edge` says that this server is the edge of the device's silo, so that messages within the silo may pass
+            through it. `server-sees` lets them pass through any server.
 
     Raises:
-        RecipeError: `client` is negative, or `relay` is neither `refused` nor `server-sees`.
+        RecipeError: `client` is negative, or `relay` is another word.
     """
 
     data: str
@@ -70,8 +74,12 @@ class NodeConfig:
         """Check `client` and `relay`."""
         if self.client < 0:
             raise RecipeError(f"{WHERE} client = {self.client}; clients are numbered from 0")
-        if self.relay not in ("refused", "server-sees"):
-            raise RecipeError(f"{WHERE} relay = '{self.relay}'; allowed: refused, server-sees")
+        if self.relay not in RELAYS:
+            raise RecipeError(f"{WHERE} relay = '{self.relay}'; allowed: {', '.join(RELAYS)}")
+
+    def relays(self, recipe: Recipe) -> bool:
+        """Return whether messages within the silo may pass through the server that has sent this recipe."""
+        return self.relay == "server-sees" or (self.relay == "edge" and recipe.deployment.relay == "edge")
 
     @property
     def held(self) -> tuple[str, ...]:

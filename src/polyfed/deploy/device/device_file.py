@@ -68,8 +68,13 @@ def device(path: Path, metrics_port: int = 0) -> NoReturn:
         require_prometheus()
         if listens(metrics_port):
             raise RecipeError(f"port {metrics_port} of this machine is taken; choose another (--metrics-port)")
+    become(told | {"metrics_port": metrics_port})
+
+
+def become(told: Mapping[str, Any]) -> NoReturn:
+    """Turn this process into the one that waits for the server; see `polyfed.deploy.device.agent`."""
     file = tempfile.TemporaryFile()  # noqa: SIM115  the process that follows reads it
-    file.write(json.dumps(told | {"metrics_port": metrics_port}).encode())
+    file.write(json.dumps(told).encode())
     file.seek(0)
     os.set_inheritable(file.fileno(), True)
     # -P: Python imports nothing from the current folder

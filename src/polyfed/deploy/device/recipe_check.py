@@ -261,7 +261,7 @@ def _planned(
     listed = replace(assembly.engine.announcement(node.held), holder=holder, policy=policy)
     listed = replace(listed, required=node.rules.required, mechanism=assembly.fed.privacy)
     found = list(plan(assembly, announcement=listed))
-    relay = node.relay == "server-sees" or not node.data
-    fix = 'relay = "server-sees" in [[device]]'
+    relay = node.relays(recipe) or not node.data
+    fix = f'relay = "{"edge" if recipe.deployment.relay == "edge" else "server-sees"}" in [[device]]'
     shown = (row if relay or row.destination != "silo" else replace(row, allowed=False, fix=fix) for row in found)
     return policy, tuple(shown), ""

@@ -386,7 +386,8 @@ class ClientRuntime:
         if request.scope == "silo" and not self.relay:
             raise EgressError(
                 f"client {request_id.client} refused task {name}: its reply is for the silo, but would pass through "
-                'the server, which sees it. It would run if the client\'s configuration said: relay="server-sees"'
+                'the server, which sees it. It would run if the client\'s configuration said: relay="server-sees", or '
+                'relay="edge" and this server were the edge of its silo'
             )
         return request
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from polyfed.core.errors import BadReply
 from polyfed.deploy.app_folder import RECIPE
+from polyfed.deploy.edge.runtime import AtEdge
 from polyfed.deploy.faults import log_problem
 from polyfed.deploy.handlers import Deployed
 from polyfed.engines.protocol import FAILED, RequestId, reason
@@ -162,7 +163,7 @@ def answer(task: Mapping[str, Any]) -> dict[str, Any]:
     else:
         packet = Packet(header, mapped(body) if body.exists() else b"")
         try:
-            reply = Deployed(unpacked(Path(task["app"]), folder))(packet, task["config"])
+            reply = _handler(task, folder)(packet, task["config"])
         except BadReply as error:
             reply = reason(FAILED, _request_id(header), f"the message {error}")
     draft = folder / f"{REPLY}.draft"
@@ -170,6 +171,13 @@ def answer(task: Mapping[str, Any]) -> dict[str, Any]:
         file.writelines(frames(reply))
     draft.rename(folder / REPLY)
     return {"verdict": str(reply.header.get("verdict")), "bytes_up": len(reply.body)}
+
+
+def _handler(task: Mapping[str, Any], folder: Path) -> Deployed | AtEdge:
+    """Return what answers the packet of a device or of an edge."""
+    app = Path(task["app"])
+    recipe = unpacked(app, folder)
+    return AtEdge(recipe, app.read_bytes()) if "edge" in task["config"] else Deployed(recipe)
 
 
 def packed(recipe: str, model: str) -> bytes:

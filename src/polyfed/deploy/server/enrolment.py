@@ -25,8 +25,8 @@ from polyfed.data.columns import LEFT_OUT, TEST, TRAIN, VALIDATION
 from polyfed.data.sources.own.npz import Npz
 from polyfed.deploy.device.data import refuse_own_numbers
 from polyfed.deploy.server.claimed_shapes import flaws_of
-from polyfed.deploy.server.membership import expected
-from polyfed.engines.protocol import ENROLLED, REFUSED, Enrolment, digest_of_names, one_line
+from polyfed.deploy.server.membership import expected, expected_edges
+from polyfed.engines.protocol import ENROLLED, REFUSED, Enrolment, SiloEnrolment, digest_of_names, one_line
 from polyfed.experiment.recipes.defaults import scaled
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.recipes.task_choice import task_of
@@ -57,6 +57,8 @@ def enrolled(recipe: Recipe, transport: Any, emit: Emitter, left_out: dict[int, 
         TooFewReplies: fewer than `min_nodes` or fewer than `min_replies` clients take part.
         EgressError: the policy of a client refused to enrol, and the recipe's `on_refusal` is "stop".
     """
+    if recipe.deployment.relay == "edge":
+        return _enrolled_by_edges(recipe, transport, emit)
     spec, wanted, out = recipe.deployment, expected(recipe), {} if left_out is None else left_out
     least, stop = max(spec.min_nodes or wanted, recipe.engine.min_replies, 1), spec.on_refusal == "stop"
     answers: list[Packet] = transport.enrol(wanted, spec.enrol_seconds, _Waiting(wanted, least, emit, stop))
@@ -82,6 +84,37 @@ def enrolled(recipe: Recipe, transport: Any, emit: Emitter, left_out: dict[int, 
         emit("note", text=f"WARNING: device {device} is online and not taken; num = {wanted}")
     for client in admission.left_out:
         transport.node_of.pop(client, None)
+    return admission.population(emit)
+
+
+def _enrolled_by_edges(recipe: Recipe, transport: Any, emit: Emitter) -> Population:
+    """Wait for the edges of all silos, which tell what their devices have told them; see `enrolled`.
+
+    Raises:
+        DataError: a device does not fit the others, or two edges name one device. Its silo cannot do without it.
+    """
+    spec, wanted = recipe.deployment, expected_edges(recipe)
+    waiting = _Waiting(wanted, wanted, emit, spec.on_refusal == "stop")
+    known: list[Enrolment] = []
+    absent: list[str] = []
+    edges = 0
+    for answer in transport.enrol(wanted, spec.enrol_seconds, waiting):
+        try:
+            refuse_unenrolled(answer)
+            known += SiloEnrolment.read(answer.header).devices
+            edges += 1
+        except (BadReply, EgressError) as error:
+            absent.append(str(error))
+    if edges < wanted:
+        why = f"Not enrolled: {'; '.join(absent)}" if absent else "No other edge answered"
+        seconds = f"[deployment] enrol_seconds = {spec.enrol_seconds:g}"
+        raise TooFewReplies(f"the edges of {edges} of {wanted} silos enrolled ({seconds}). {why}")
+    if twice := [client for client, count in Counter(told.client for told in known).items() if count > 1]:
+        raise DataError(f"two edges have a device with the number {twice[0]}. Number the devices of all silos from 0")
+    admission = Admission.of(recipe, known, expected(recipe), emit)
+    if admission.left_out:
+        listed = "; ".join(f"client {client}: {why}" for client, why in sorted(admission.left_out.items()))
+        raise DataError(f"devices of silos do not fit the federation. {listed}")
     return admission.population(emit)
 
 
@@ -125,11 +158,16 @@ def enrolment_in(answer: Packet) -> Enrolment:
         EgressError: the client's policy refused to enrol.
         BadReply: the client's policy did not refuse, but the answer is not a valid enrolment.
     """
+    refuse_unenrolled(answer)
+    return Enrolment.read(answer.header)
+
+
+def refuse_unenrolled(answer: Packet) -> None:
+    """Raise an error if an answer is no enrolment; see `enrolment_in`."""
     if answer.header.get("verdict") == REFUSED:
         raise EgressError(one_line(answer.header.get("reason")))
     if answer.header.get("verdict") != ENROLLED:
         raise BadReply(one_line(answer.header.get("reason")))
-    return Enrolment.read(answer.header)
 
 
 @dataclass(frozen=True)
@@ -145,6 +183,7 @@ class Admission:
         recipe: the recipe.
         standardise: the modalities that every device standardises with the statistics of its own rows.
         features: the columns of each modality with rules in [data.columns], with the words and means of all clients.
+        order: the modalities in the federation's order, if it is known.
     """
 
     clients: list[Enrolment]
@@ -155,6 +194,7 @@ class Admission:
     recipe: Recipe
     standardise: tuple[str, ...] = ()
     features: Mapping[str, Features] = field(default_factory=dict)
+    order: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, recipe: Recipe, known: Sequence[Enrolment], wanted: int, emit: Emitter) -> "Admission":
@@ -214,7 +254,7 @@ class Admission:
             own = replace(encoded(self.columns, known), num_classes=self.num_classes, standardise=agreed)
             rows = own.rows(TRAIN)
             return scaled(self.recipe, own, rows if len(rows) else torch.arange(len(own)))
-        order = [name for name in getattr(self.recipe.data, "modalities", ()) if name in self.shapes]
+        order = self.order or [n for n in getattr(self.recipe.data, "modalities", ()) if n in self.shapes]
         zero, split = torch.zeros(1, dtype=torch.int64), torch.full((1,), LEFT_OUT, dtype=torch.int8)
         shape = task_of(self.recipe).label_shape(self.num_classes)
         label = torch.zeros(1, *shape) if shape else zero

@@ -14,7 +14,7 @@ from polyfed.core.errors import BadReply, CheckpointError, RecipeError
 from polyfed.core.system.files import MEMBERS, replace_text
 from polyfed.core.system.json_and_toml import parse_json
 from polyfed.data.population.modality_assignment import devices_per_silo
-from polyfed.engines.protocol import Enrolment
+from polyfed.engines.protocol import Enrolment, SiloEnrolment
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.federation.wire_format import Packet
 
@@ -46,6 +46,11 @@ def expected(recipe: Recipe) -> int:
             ("deployment", "min_nodes"),
         )
     return wanted
+
+
+def expected_edges(recipe: Recipe) -> int:
+    """Return the number of edges, one for each silo, for which the server of a deployment waits; see `expected`."""
+    return expected(recipe) // devices_per_silo(recipe.clients, recipe.model.modalities)
 
 
 def _expected(recipe: Recipe) -> int:
@@ -104,15 +109,16 @@ class Membership:
             packet: the enrolment, which has not been checked yet.
             device: the name of the device, which is the fingerprint of its key in the format of `ssh-keygen -l`.
         """
+        header = packet.header
         try:
-            enrolment = Enrolment.read(packet.header)
+            client = SiloEnrolment.read(header).silo if "devices" in header else Enrolment.read(header).client
         except BadReply as error:
             return str(error)
-        if enrolment.client in self.left_out:
-            return f"client {enrolment.client} was left out: {self.left_out[enrolment.client]}"
-        if why := self._not_as_joined(enrolment.client, device):
+        if client in self.left_out:
+            return f"client {client} was left out: {self.left_out[client]}"
+        if why := self._not_as_joined(client, device):
             return why
-        number = str(enrolment.client)
+        number = str(client)
         if own := [taken for taken, known in self._devices.items() if known == device and taken != number]:
             return (
                 f"the device with key {device} is client {own[0]}, and now says that it is client {number}. One device "

@@ -24,6 +24,7 @@ from polyfed.deploy.server.enrolment import enrolled, enrolment_in
 from polyfed.deploy.server.membership import Membership
 from polyfed.deploy.server.run_log import LOGGER, RunStatus, listeners_of
 from polyfed.engines.base import Engine
+from polyfed.engines.edges import EdgeRemote
 from polyfed.engines.remote import Remote, ReplyTerms
 from polyfed.experiment.recipes.defaults import with_encoders
 from polyfed.experiment.recipes.recipe import Recipe, load_recipe
@@ -72,7 +73,8 @@ def engine_by(
         holds: whether clients may work on while the server goes on. In a simulation on Flower they do not, so that the
             machine's speed decides nothing.
     """
-    return partial(Remote, transport=transport, terms=reply_terms_of(recipe, session, holds=holds))
+    kind = EdgeRemote if recipe.deployment.relay == "edge" else Remote
+    return partial(kind, transport=transport, terms=reply_terms_of(recipe, session, holds=holds))
 
 
 _T = TypeVar("_T")
@@ -163,7 +165,10 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, str], execute:
                     app=recipe_path.parent,
                     deployed=True,
                 )
-            collect_receipts(out, str(records.facts()["run"]), transport)
+            if recipe.deployment.relay == "edge":
+                LOGGER.info("edges sign no receipts: `polyfed audit-log reconcile` compares this log with theirs")
+            else:
+                collect_receipts(out, str(records.facts()["run"]), transport)
 
 
 @contextmanager

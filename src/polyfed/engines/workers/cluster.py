@@ -280,17 +280,30 @@ class Cluster:
         Raises:
             RecipeError: at least one must start, and none did.
         """
-        ray, need = self._ray, self._options
-        kind, each = ("GPU", 1) if "num_gpus" in need else ("CPU", max(1, self._arguments[0]))
-        if none_yet:
-            self._refuse_nothing(kind, each)
-        free = int(ray.available_resources().get(kind, 0) // each)
-        num = max(min(num, free), 1 if none_yet else 0)
-        made = [ray.remote(Actor).options(**need).remote(self._payload, *self._arguments) for _ in range(num)]
+        kind, each = ("GPU", 1) if "num_gpus" in self._options else ("CPU", max(1, self._arguments[0]))
+        end = time.monotonic() + START_SECONDS
+        while True:
+            if none_yet:
+                self._refuse_nothing(kind, each)
+            free = int(self._ray.available_resources().get(kind, 0) // each)
+            started, reason = self._started(max(min(num, free), 1 if none_yet else 0))
+            if started or not none_yet:
+                return started
+            if time.monotonic() > end:
+                raise RecipeError(
+                    f"[engine] cluster = 'ray': no worker could start: {reason}. Add nodes, or free theirs",
+                    ("engine", "cluster"),
+                )
+            time.sleep(0.5)  # its node has just ended, which Ray does not know yet
+
+    def _started(self, num: int) -> tuple[list[tuple[Any, str]], str]:
+        """Start this number of actors. Return those that have started, and why another one did not."""
+        ray = self._ray
+        made = [ray.remote(Actor).options(**self._options).remote(self._payload, *self._arguments) for _ in range(num)]
         born = [actor.node.remote() for actor in made]
         up, _ = ray.wait(born, num_returns=num, timeout=START_SECONDS) if born else ([], [])
         names = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        started, reason = [], f"no node has {each} free core(s) within {START_SECONDS:.0f} s (`ray status` says why)"
+        started, reason = [], f"no node has a free core within {START_SECONDS:.0f} s (`ray status` says why)"
         for actor, name in zip(made, born, strict=True):
             try:
                 if name in up:
@@ -299,12 +312,7 @@ class Cluster:
             except ray.exceptions.RayError as error:
                 reason = in_short(error)
             self.kill(actor)
-        if none_yet and not started:
-            raise RecipeError(
-                f"[engine] cluster = 'ray': no worker could start: {reason}. Add nodes, or free theirs",
-                ("engine", "cluster"),
-            )
-        return started
+        return started, reason
 
     def _refuse_nothing(self, kind: str, each: int) -> None:
         """Wait a moment for a node that is large enough for a worker.

@@ -277,8 +277,21 @@ TABLE: tuple[Conflict, ...] = (
         key=("deployment", "relay"),
         when=lambda r: r.engine.apart and r.deployment.relay == "refused" and _sends_within_silos(r),
         because="its clients send messages within silos, which pass through the server in a deployment or on Flower",
-        instead="If the server may see them, set relay = 'server-sees' (each client must agree in its own "
-        "configuration); otherwise use the sequential or vectorised engine",
+        instead="Set relay = 'edge' if each silo has an edge, or 'server-sees' if the server may see them (each client "
+        "must agree in its own configuration); otherwise use the sequential or vectorised engine",
+    ),
+    Conflict(
+        key=("deployment", "relay"),
+        when=lambda r: r.engine.apart and r.deployment.relay == "edge" and not r.algorithm.silo_parts,
+        because="an edge runs what happens inside a silo, and this algorithm has nothing that an edge can run",
+        instead="Take hfm, or remove relay",
+    ),
+    Conflict(
+        key=("deployment", "relay"),
+        when=lambda r: r.engine.name == "flower" and r.deployment.relay == "edge",
+        beside="[engine] name = 'flower'",
+        because="an edge is a process of a deployment",
+        instead="Set relay = 'server-sees': in a simulation the server is the edge",
     ),
     Conflict(
         key=("stop", "max_epsilon"),

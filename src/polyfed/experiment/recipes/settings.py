@@ -122,8 +122,8 @@ class DeploymentSpec:
             signed off or went offline.
         on_refusal: if a client's policy refuses a reply, `stop` ends the run (exit code 3) and `drop`
             leaves the client out of the request.
-        relay: `server-sees` lets messages within a silo pass through the server, which can read them; `refused` refuses
-            algorithms that send such messages.
+        relay: `edge` lets messages within a silo pass through the edge of the silo, a process of its own; `server-sees`
+            through the server, which can read them; `refused` refuses algorithms that send such messages.
         message_megabytes: largest message that the server sends or reads, in units of 2**20 bytes. Devices have their
             own limit, `message_megabytes` of their file.
         client_cpus: number of CPUs for each client in a simulation, which limits how many run at the same time.
@@ -140,7 +140,7 @@ class DeploymentSpec:
     close_at: Annotated[float, FRACTION] = 1.0
     away_seconds: Annotated[float, NOT_NEGATIVE] = 30.0
     on_refusal: Literal["stop", "drop"] = "stop"
-    relay: Literal["refused", "server-sees"] = "refused"
+    relay: Literal["refused", "edge", "server-sees"] = "refused"
     message_megabytes: Annotated[int, POSITIVE] = 512
     client_cpus: Annotated[float, POSITIVE] = 1.0
 

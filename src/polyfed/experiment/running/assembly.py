@@ -17,6 +17,7 @@ from polyfed.data.column_fitting import features_of
 from polyfed.data.population.population import with_fitted_columns
 from polyfed.data.row_groups import group_codes
 from polyfed.engines.base import Engine, asks_own
+from polyfed.engines.edges import EdgeRemote
 from polyfed.experiment.checks.client_checks import refuse_clients
 from polyfed.experiment.checks.protection import guarantee_of
 from polyfed.experiment.checks.rank_checks import client_ranks, rank_facts
@@ -240,6 +241,7 @@ def _federation(recipe: Recipe, engine: Engine, num_clients: int | None, rows_ca
         ranks=client_ranks(recipe, engine.model, num_clients),
         privacy=engine.privacy,
         compression=engine.compression,
+        edges=engine if isinstance(engine, EdgeRemote) else None,
     )
 
 

@@ -8,6 +8,7 @@ Some differences are expected. They are counted, but are not findings:
   lists the client as missing in this round, or, under buffered aggregation, in the round in which the server gave it
   up. If it still worked when the run ended, the last line lists it as pending.
 - Data that a device refused to send occurs only in the device's log.
+- In a run with edges, the server exchanges messages with edges. An edge's log also has what passed within its silo.
 """
 
 import hashlib
@@ -74,7 +75,8 @@ def reconcile(run: str | Path, devices: Sequence[Path] = ()) -> Reconciliation:
 
     Args:
         run: the folder of the run.
-        devices: state folders of devices, or copies of their audit logs with the public key and the head.
+        devices: state folders of devices or, in a run with edges, of edges; or copies of their audit logs with the
+            public key and the head.
 
     Raises:
         DataError: the folder holds no run.
@@ -98,6 +100,8 @@ def reconcile(run: str | Path, devices: Sequence[Path] = ()) -> Reconciliation:
             continue
         own = list(_rows(place))
         clients = _by_client([row for row, _ in own], name)
+        if folder.recipe.get("deployment", {}).get("relay") == "edge":
+            clients = {client: _outside(there, server.get(client, _Client())) for client, there in clients.items()}
         _add_enrolments(clients, _by_client([row for row, _ in own], NO_RUN), server)
         seen |= clients.keys()
         if not clients:
@@ -164,6 +168,13 @@ def _by_client(rows: Sequence[Mapping[str, Any]], run: str) -> dict[int, _Client
         way = found[client].down if row.get("destination") == "client" else found[client].up
         way[place, tuple(str(row.get(key)) for key in WHAT)] += 1
     return dict(found)
+
+
+def _outside(edge: _Client, server: _Client) -> _Client:
+    """Return the rows of an edge about what left its silo or came from the server."""
+    at = WHAT.index("destination")
+    up = Counter({row: count for row, count in edge.up.items() if row[1][at] == "server"})
+    return _Client(up, Counter({row: count for row, count in edge.down.items() if row in server.down}))
 
 
 def _add_enrolments(

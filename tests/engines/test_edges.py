@@ -1,0 +1,208 @@
+"""A federation of silos whose edges are processes of their own gives what it gives in one process."""
+
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("uvicorn", reason="the extra polyfed[server] is not installed")
+
+import polyfed
+from engines.edge_devices import EdgeDevices, edge_devices
+from engines.test_own_modes import SILOS
+from polyfed.core.errors import DataError, EgressError, RecipeError, TooFewReplies
+from polyfed.core.system.files import AUDIT
+from polyfed.deploy.edge.edge_file import edge_file
+from polyfed.deploy.local_federation import LocalFederation
+from polyfed.deploy.server.queued_run import run_here
+from polyfed.federation.wire_format import Packet, unframed
+from polyfed.report import reconcile
+from refusals import refuses
+
+EDGES = (
+    SILOS.replace("server-sees", "edge").replace("rounds = 2", "rounds = 1").replace('"hfm"', '"hfm"\nexchanges = 1')
+)
+TWICE = (
+    EDGES.replace("rounds = 1", "rounds = 2")
+    .replace("silos = 2", "silos = 2\npersonal_test = 0.3")
+    .replace("exchanges = 1", "exchanges = 2")
+)
+
+CANARY = 7_000_000_000_123
+"""The first sample id, which no other number of a run has."""
+
+
+def same_run(out: Path, one: Path) -> None:
+    """The model, its scores and the training loss are the same bit for bit."""
+    there, here = polyfed.load_run(out), polyfed.load_run(one)
+    assert all(torch.equal(value, there.state.params[name]) for name, value in here.state.params.items())
+    assert [row["train_loss"] for row in there.rounds] == [row["train_loss"] for row in here.rounds]
+    assert json.loads((out / "result.json").read_text())["metrics"] == here.result["metrics"]
+
+
+def rows(*files: Path) -> Counter[str]:
+    """The rows of ledgers, without run and number of the request."""
+    found = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return Counter(json.dumps({k: v for k, v in row.items() if k not in ("run", "ask")}) for row in found)
+
+
+def test_a_run_with_edges_gives_what_it_gives_in_one_process(tmp_path: Path) -> None:
+    with edge_devices(tmp_path, TWICE) as federation:
+        federation.run()
+        out = federation.app / "run"
+        own = [next(federation.state(silo).glob(f"*/client-{silo}/egress.jsonl")) for silo in (0, 1)]
+    polyfed.run(federation.recipe, tmp_path / "one", engine="sequential")
+    same_run(out, tmp_path / "one")
+    assert json.loads((out / "result.json").read_text())["metrics"]["personal"]
+    passed = Counter({row: count for row, count in rows(*own).items() if '"ToEdge"' not in row})
+    assert passed == rows(tmp_path / "one" / "egress.jsonl"), "the edges have passed what one process books"
+    found = reconcile(out, [federation.state(0), federation.state(1)])
+    assert not found.findings
+    log = federation.state(1) / AUDIT
+    log.write_text("".join(line for line in log.read_text().splitlines(True) if '"Upload"' not in line))
+    assert any("lacks" in finding for finding in reconcile(out, [federation.state(1)]).findings)
+    at_server = [json.loads(line) for line in (out / "egress.jsonl").read_text().splitlines()]
+    assert {row["destination"] for row in at_server} == {"client", "server"}
+    assert {row["message"] for row in at_server} == {"ToEdge", "Adopted", "Upload", "OwnScore"}
+
+
+@contextmanager
+def heard(federation: EdgeDevices) -> Iterator[list[list[Packet]]]:
+    """All that comes to the server, and to each edge."""
+    found = [list[Packet]() for _ in federation.hubs]
+    for hub, own in zip(federation.hubs, found, strict=True):
+        queue, deliver = hub.hub.queue, hub.hub.queue.deliver
+
+        def delivered(
+            request: Any, kind: str = "part", queue: Any = queue, deliver: Any = deliver, own: Any = own
+        ) -> bool:
+            packet = unframed(queue.reply(request.id, kind).read_bytes())
+            assert isinstance(packet, Packet)
+            own.append(packet)
+            return bool(deliver(request, kind))
+
+        queue.deliver = delivered  # type: ignore[method-assign]
+    yield found
+
+
+def with_canaries(federation: EdgeDevices) -> None:
+    """Give all samples ids that no other number has."""
+    for place in federation.places:
+        with np.load(place / "data.npz") as arrays:
+            kept = dict(arrays)
+        kept["id"] = kept["id"] + CANARY
+        np.savez(place / "data.npz", **kept)
+
+
+def parts(packets: list[Packet]) -> Iterator[tuple[str, str, bytes]]:
+    """Kind, field and bytes of each tensor of device replies."""
+    for packet in packets:
+        at = 0
+        for field, _, dtype, shape in packet.header.get("tensors", []):
+            size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+            yield packet.header["kinds"][field], field, packet.body[at : at + size]
+            at += size
+
+
+def test_the_server_hears_no_embedding_id_or_label_and_an_edge_no_row(tmp_path: Path) -> None:
+    with edge_devices(tmp_path, EDGES) as federation, heard(federation) as (server, *edges):
+        with_canaries(federation)
+        federation.run()
+        run = federation.app / "run"
+    said = b"".join(json.dumps(packet.header).encode() + packet.body for packet in server)
+    forwarded = [
+        one for packet in server for asked in packet.header.get("asked", []) for one in asked["replies"].values()
+    ]
+    assert {kind for one in forwarded for kind in one["kinds"].values()} == {"parameters", "statistic"}
+    written = said + b"".join(path.read_bytes() for path in run.rglob("*") if path.is_file())
+    secret = [body for own in edges for kind, _, body in parts(own) if kind in ("embeddings", "ids")]
+    assert len(secret) == 8, "ids and embeddings of four devices"
+    for body in secret:
+        assert not any(body[at : at + 8] in written for at in range(0, len(body) - 7, 8)), "8 bytes of an embedding"
+    ids = [CANARY + n for n in range(120)]
+    assert not any(str(n).encode() in written or n.to_bytes(8, "little") in written for n in ids)
+    at_edges = b"".join(json.dumps(packet.header).encode() + packet.body for own in edges for packet in own)
+    assert any(n.to_bytes(8, "little") in at_edges for n in ids), "the canaries are in the data"
+    for place in federation.places:
+        with np.load(place / "data.npz") as arrays:
+            for name in {"a", "b"} & {*arrays.files}:
+                values = np.ascontiguousarray(arrays[name]).reshape(len(arrays[name]), -1)
+                assert not any(row.tobytes() in at_edges for row in values)
+            assert arrays["label"].tobytes() not in at_edges
+
+
+def test_ids_that_overlap_nowhere_end_the_run_in_a_sentence_without_ids(tmp_path: Path) -> None:
+    with edge_devices(tmp_path, EDGES.replace('"hfm"', '"hfm"\noverlap = "common"')) as federation:
+        with_canaries(federation)
+        with np.load(federation.places[3] / "data.npz") as arrays:
+            kept = dict(arrays)
+        np.savez(federation.places[3] / "data.npz", **kept | {"id": kept["id"] + 1000})
+        with refuses(DataError, "sample ids") as refused:
+            federation.run()
+        assert str(CANARY)[:9] not in str(refused.value)
+        assert str(CANARY)[:9] not in "".join(path.read_text() for path in (federation.app / "run").glob("*.json*"))
+
+
+def test_an_edge_without_its_silo_says_who_is_missing(tmp_path: Path) -> None:
+    text = EDGES.replace("enrol_seconds = 120.0", "enrol_seconds = 3.0")
+    with edge_devices(tmp_path, text, count=lambda silo: 2 + silo) as federation, refuses(TooFewReplies, "1 of 2"):
+        federation.run()
+
+
+def test_an_edge_obeys_its_own_policy(tmp_path: Path) -> None:
+    closed = '[egress.a]\nserver = []\n[egress.shared]\nserver = ["parameters", "statistic"]\n'
+    with edge_devices(tmp_path, EDGES, policies={1: closed}) as federation:
+        with refuses(EgressError, "its policy"):
+            federation.run()
+        assert not (federation.app / "run" / "result.json").exists()
+
+
+def test_the_file_of_an_edge_names_all_its_mistakes(tmp_path: Path) -> None:
+    (tmp_path / "policy.toml").write_text("[limits]\nmin_rows = 3\n")
+    (tmp_path / "edge.toml").write_text('server = "s:1"\nsilo = 0\ndevices = 2\npolicy = "policy.toml"\n')
+    with pytest.raises(RecipeError) as refused:
+        edge_file(tmp_path / "edge.toml")
+    assert all(word in str(refused.value) for word in ("edge.key", "ca.pem", "edge-credentials", "[limits]"))
+    for wrong in ("silo = -1", "devices = 0", 'server = "nowhere"', "color = 1"):
+        name = wrong.split(" ")[0]
+        text = "".join(f"{k} = {v}\n" for k, v in {"server": '"s:1"', "silo": 0, "devices": 2}.items() if k != name)
+        (tmp_path / "edge.toml").write_text(text + wrong)
+        with pytest.raises(RecipeError) as refused:
+            edge_file(tmp_path / "edge.toml")
+        assert name in str(refused.value) or "nowhere" in str(refused.value)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_edges_and_devices_that_are_killed_change_nothing(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text(EDGES.replace("rounds = 1", "rounds = 6"))
+    with LocalFederation(tmp_path / "recipe.toml", tmp_path / "fed") as federation:
+        federation.start()
+        begun = federation.out / "rounds.jsonl"
+
+        def kill() -> None:
+            while not begun.exists():
+                time.sleep(0.05)
+            for victim in ("edge-0", "device-3", "edge-1", "server", "edge-0"):
+                time.sleep(random.random())
+                federation.processes[victim].kill()
+                federation.processes[victim].wait()
+                name, _, number = victim.partition("-")
+                starts = {"edge": federation.start_edge, "device": federation.start_device}
+                starts[name](int(number)) if number else federation.start_server()
+
+        with ThreadPoolExecutor(1) as other:
+            killed = other.submit(kill)
+            out = run_here(federation.app, federation.credentials, {})
+            killed.result()
+    polyfed.run(tmp_path / "recipe.toml", tmp_path / "one", engine="sequential")
+    same_run(out, tmp_path / "one")
