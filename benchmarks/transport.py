@@ -25,7 +25,7 @@ from polyfed.deploy.local_federation import run_locally
 from polyfed.deploy.processes import free_ports
 from polyfed.engines.protocol import Patience
 from polyfed.engines.queued import QueueTransport
-from polyfed.federation.wire_format import Packet
+from polyfed.federation.wire.wire_format import Packet
 from polyfed.transport.queue import Queue
 
 DEMO = Path(__file__).resolve().parents[1] / "recipes" / "federation-demo.toml"

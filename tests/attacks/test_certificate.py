@@ -27,7 +27,7 @@ from polyfed.deploy.server.countersignatures import collect_receipts
 from polyfed.engines.protocol import FAILED, SIGN, SIGNED, RequestId, reason, sign_packet
 from polyfed.experiment.certificate import certify, verify_certificate, write_crate
 from polyfed.experiment.certificate.issue import sealed
-from polyfed.federation.wire_format import Packet
+from polyfed.federation.wire.wire_format import Packet
 from polyfed.privacy.egress import merkle
 from polyfed.privacy.egress.audit_log import HEAD, PRIVATE_KEY, AuditLog, private_key
 from polyfed.privacy.egress.log_keys import key_text, tie

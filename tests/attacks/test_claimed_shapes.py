@@ -25,7 +25,7 @@ from polyfed.engines.protocol import Enrolment
 from polyfed.experiment.recipes.recipe import parse_recipe
 from polyfed.experiment.running.events import Emitter
 from polyfed.experiment.running.loop import execute
-from polyfed.federation.wire_format import Packet
+from polyfed.federation.wire.wire_format import Packet
 from polyfed.model.encoders.catalogue import ENCODERS
 from refusals import warned
 

@@ -18,7 +18,7 @@ from polyfed.core.errors import RecipeError
 from polyfed.deploy.device.tasks import answer, packed
 from polyfed.engines.protocol import hello
 from polyfed.experiment.recipes.recipe import load_recipe
-from polyfed.federation.wire_format import Packet, unframed
+from polyfed.federation.wire.wire_format import Packet, unframed
 from refusals import refuses
 
 THIEF = "import pathlib\npathlib.Path({told!r}).touch()\n"

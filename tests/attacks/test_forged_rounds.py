@@ -14,7 +14,7 @@ from polyfed.algorithms.personal.fedamp import FedAmp
 from polyfed.core.tree import digest
 from polyfed.engines.protocol import FAILED, REPLY, Facts, RequestId, versions
 from polyfed.experiment.checks.limit_checks import unfit_options
-from polyfed.federation.wire_format import Packet, encode
+from polyfed.federation.wire.wire_format import Packet, encode
 from polyfed.privacy.egress.limits import Limits
 from world import recipe
 

@@ -25,7 +25,7 @@ from polyfed.deploy.handlers import Deployed
 from polyfed.engines.protocol import REPLY, Facts, RequestId, versions
 from polyfed.experiment.recipes.recipe import load_recipe
 from polyfed.experiment.running.assembly import initial_of, model_of
-from polyfed.federation.wire_format import Packet, decode, encode
+from polyfed.federation.wire.wire_format import Packet, decode, encode
 from polyfed.privacy.egress.policy import Policy
 
 GRAY, COLOR = 6, 4

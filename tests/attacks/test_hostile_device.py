@@ -27,7 +27,7 @@ from polyfed.experiment.running.events import Emitter
 from polyfed.experiment.running.loop import execute
 from polyfed.federation.client_registry import registry_of
 from polyfed.federation.replies import Replies, stacked
-from polyfed.federation.wire_format import Packet
+from polyfed.federation.wire.wire_format import Packet
 from polyfed.objective.multi_label import MultiLabel
 from polyfed.transport.queue import Waiting
 from refusals import refuses

@@ -24,7 +24,7 @@ from polyfed.engines.protocol import FAILED, REPLY, Enrolment, Patience
 from polyfed.engines.remote import ReplyTerms
 from polyfed.experiment.recipes.recipe import load_recipe
 from polyfed.experiment.running.assembly import Assembly, assemble, population_of
-from polyfed.federation.wire_format import Packet, encode
+from polyfed.federation.wire.wire_format import Packet, encode
 from refusals import refuses
 
 EDGES = SILOS.replace("server-sees", "edge")

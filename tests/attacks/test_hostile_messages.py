@@ -26,7 +26,7 @@ from polyfed.deploy.device.store import STORE, TABLES
 from polyfed.engines.protocol import FAILED, REPLY
 from polyfed.experiment.checks.requirement_checks import release_of
 from polyfed.experiment.recipes.recipe import DeploymentSpec, EngineSpec, Recipe
-from polyfed.federation.wire_format import Packet, decode, encode
+from polyfed.federation.wire.wire_format import Packet, decode, encode
 from polyfed.laws.replies import corruptions, unlike
 from polyfed.privacy.egress.limits import Limits
 from polyfed.privacy.egress.requirements import Requirements

@@ -27,7 +27,7 @@ from polyfed.deploy.server.membership import MEMBERS, Membership
 from polyfed.engines.protocol import Facts, RequestId
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.recipes.settings import EngineSpec
-from polyfed.federation.wire_format import Packet, framed, unframed
+from polyfed.federation.wire.wire_format import Packet, framed, unframed
 from polyfed.privacy.egress.audit_log import HEAD, head_of
 from polyfed.selection import Uniform
 from refusals import refuses

@@ -22,7 +22,7 @@ from polyfed.deploy.device.repeated_requests import keep_reply, kept_reply, unpa
 from polyfed.deploy.device.store import STORE, DeviceStore
 from polyfed.engines.protocol import FAILED, REFUSED, REPLY, RequestId, hello
 from polyfed.engines.remote import Remote
-from polyfed.federation.wire_format import Packet
+from polyfed.federation.wire.wire_format import Packet
 from polyfed.privacy.egress.requirements import Release
 from polyfed.report.reading.reconciliation import reconcile
 from refusals import refuses

@@ -12,7 +12,7 @@ import pytest
 
 from engines.direct import Hub, HubTransport
 from polyfed.engines.protocol import REPLY, Patience
-from polyfed.federation.wire_format import Packet
+from polyfed.federation.wire.wire_format import Packet
 from polyfed.transport.queue import Waiting
 
 DEVICES = 10

@@ -280,7 +280,7 @@ RECIPES = {
 @pytest.mark.parametrize("how", RECIPES)
 def test_an_app_that_polyfed_did_not_write_is_refused_with_a_reason(how: str, tmp_path: Path) -> None:
     from polyfed.deploy.device.tasks import answer
-    from polyfed.federation.wire_format import Packet, unframed
+    from polyfed.federation.wire.wire_format import Packet, unframed
 
     (tmp_path / "app").write_bytes(RECIPES[how])
     (tmp_path / "header").write_text("{}")

@@ -18,7 +18,7 @@ from engines.direct import Hub, HubTransport
 from polyfed.core.errors import RecipeError
 from polyfed.deploy.device.agent import APPS, KEPT_APPS, LARGEST_APP, Device, Offer, Tasks
 from polyfed.engines.protocol import Patience
-from polyfed.federation.wire_format import Packet
+from polyfed.federation.wire.wire_format import Packet
 from refusals import refuses
 
 LIMIT = 2**20

@@ -34,7 +34,7 @@ from polyfed.deploy.server import hosting
 from polyfed.deploy.server.monitor import TOKEN
 from polyfed.deploy.server.run_log import RunStatus
 from polyfed.deploy.server.status_client import ask
-from polyfed.federation.wire_format import unframed
+from polyfed.federation.wire.wire_format import unframed
 from polyfed.transport import connection, hub, logins, web
 from polyfed.transport.connection import Connection
 from polyfed.transport.hub import HubServer

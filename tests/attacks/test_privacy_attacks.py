@@ -35,7 +35,7 @@ from polyfed.experiment.running.loop import execute
 from polyfed.federation.private_mean import PrivateMean
 from polyfed.federation.replies import Replies, ReplyStack
 from polyfed.federation.secure_aggregation.state import SECRETS
-from polyfed.federation.wire_format import Packet, decode, encode
+from polyfed.federation.wire.wire_format import Packet, decode, encode
 from polyfed.privacy.differential.accounting import Accounting
 from polyfed.privacy.differential.guarantee import Guarantee
 from polyfed.privacy.differential.mechanism import Mechanism

@@ -32,7 +32,7 @@ from polyfed.experiment.evaluate import job_of
 from polyfed.experiment.recipes.settings import DeploymentSpec
 from polyfed.experiment.running.loop import execute
 from polyfed.federation.context import ClientContext
-from polyfed.federation.wire_format import Packet, encode
+from polyfed.federation.wire.wire_format import Packet, encode
 from polyfed.privacy.egress.limit_guard import LimitGuard
 from polyfed.privacy.egress.limits import NO_LIMITS
 from polyfed.privacy.egress.purposes import Purposes

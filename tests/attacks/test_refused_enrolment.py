@@ -9,7 +9,7 @@ pytest.importorskip("cryptography", reason="the extra polyfed[server] is not ins
 
 from engines.devices import Devices
 from polyfed.engines.protocol import REFUSED, Facts, RequestId, hello, versions
-from polyfed.federation.wire_format import Packet
+from polyfed.federation.wire.wire_format import Packet
 
 POLICIES = {
     "no statistic": '[egress.shared]\nserver = ["parameters"]\n',

@@ -29,7 +29,7 @@ from polyfed.engines.protocol import ENROLLED, FAILED, REFUSED, REPLY, Facts, Re
 from polyfed.experiment.checks.requirement_checks import release_of, unmet
 from polyfed.experiment.recipes.recipe import load_recipe, parse_recipe
 from polyfed.experiment.running.assembly import assemble
-from polyfed.federation.wire_format import Packet, decode, encode
+from polyfed.federation.wire.wire_format import Packet, decode, encode
 from polyfed.privacy.differential.accounting import Accounting, epsilon_of_all
 from polyfed.privacy.egress.requirements import Requirements
 from refusals import refuses

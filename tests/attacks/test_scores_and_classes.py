@@ -41,7 +41,7 @@ from polyfed.evaluation.scores import OwnScore
 from polyfed.evaluation.subsets import SubsetScores
 from polyfed.experiment.recipes.recipe import load_recipe, parse_recipe
 from polyfed.experiment.running.assembly import assemble, initial_of, model_of
-from polyfed.federation.wire_format import Packet, decode, encode
+from polyfed.federation.wire.wire_format import Packet, decode, encode
 from polyfed.objective import CLASSES
 from polyfed.objective.multi_label import MultiLabel
 from polyfed.objective.regression import Regression

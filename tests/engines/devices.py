@@ -12,7 +12,7 @@ from polyfed.deploy.handlers import Deployed
 from polyfed.deploy.server.server import serve
 from polyfed.experiment.recipes.recipe import load_recipe
 from polyfed.experiment.running.loop import execute
-from polyfed.federation.wire_format import Packet
+from polyfed.federation.wire.wire_format import Packet
 
 RECIPE = """
 seed = 3

@@ -19,7 +19,7 @@ from polyfed.engines.patience import Arrived, Node, PatientTransport
 from polyfed.engines.queued import QueueTransport
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.running.assembly import Assembly, assemble, population_of
-from polyfed.federation.wire_format import Packet, framed, header_of
+from polyfed.federation.wire.wire_format import Packet, framed, header_of
 from polyfed.transport.queue import SERVER, Bell, Queue, Waiting
 
 Handler = Callable[[Packet, Mapping[str, Any]], Packet]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from polyfed.federation.wire_format import Packet
+from polyfed.federation.wire.wire_format import Packet
 
 
 def with_header(reply: Packet, **changes: Any) -> Packet:

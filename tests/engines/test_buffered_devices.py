@@ -23,7 +23,7 @@ from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.recipes.settings import DeploymentSpec
 from polyfed.experiment.running import checkpoint
 from polyfed.experiment.running.assembly import Assembly
-from polyfed.federation.wire_format import Packet
+from polyfed.federation.wire.wire_format import Packet
 from polyfed.selection import Uniform
 from polyfed.training.optimisers import Train
 from refusals import refuses

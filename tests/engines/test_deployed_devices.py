@@ -24,7 +24,7 @@ from polyfed.deploy.server.server import finished, only_server, serve
 from polyfed.engines.protocol import hello
 from polyfed.experiment.recipes.recipe import load_recipe
 from polyfed.experiment.running.loop import execute
-from polyfed.federation.wire_format import Packet
+from polyfed.federation.wire.wire_format import Packet
 from polyfed.privacy.egress.policy import Policy
 from refusals import refuses
 

@@ -25,7 +25,7 @@ from polyfed.engines.remote import Remote
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.recipes.settings import DeploymentSpec, EngineSpec
 from polyfed.experiment.running import checkpoint
-from polyfed.federation.wire_format import Packet
+from polyfed.federation.wire.wire_format import Packet
 from polyfed.selection import Uniform
 from polyfed.transport.queue import Waiting
 from refusals import refuses

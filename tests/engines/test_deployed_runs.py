@@ -28,7 +28,7 @@ from polyfed.deploy.server.server import only_server, serve
 from polyfed.engines.protocol import Enrolment
 from polyfed.experiment.recipes.recipe import load_recipe
 from polyfed.experiment.running.loop import execute
-from polyfed.federation.wire_format import Packet
+from polyfed.federation.wire.wire_format import Packet
 from refusals import refuses
 
 

@@ -25,7 +25,7 @@ from polyfed.experiment.running import checkpoint
 from polyfed.federation.secure_aggregation.client import SecureAggregation
 from polyfed.federation.secure_aggregation.messages import PublicKeys, RevealedShares, Unmasking
 from polyfed.federation.secure_aggregation.state import SECRETS
-from polyfed.federation.wire_format import Packet, decode, encode
+from polyfed.federation.wire.wire_format import Packet, decode, encode
 from polyfed.selection import Uniform
 from refusals import warned
 

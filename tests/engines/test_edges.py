@@ -24,7 +24,7 @@ from polyfed.core.system.files import AUDIT
 from polyfed.deploy.edge.edge_file import edge_file
 from polyfed.deploy.local_federation import LocalFederation
 from polyfed.deploy.server.queued_run import run_here
-from polyfed.federation.wire_format import Packet, unframed
+from polyfed.federation.wire.wire_format import Packet, unframed
 from polyfed.report import reconcile
 from refusals import refuses
 

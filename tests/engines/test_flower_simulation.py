@@ -32,7 +32,7 @@ from polyfed.deploy.handlers import Simulated
 from polyfed.engines.flower import GridTransport, client_app
 from polyfed.engines.flower.codec import HEADER, packet_of, records
 from polyfed.experiment.running import checkpoint
-from polyfed.federation.wire_format import Packet
+from polyfed.federation.wire.wire_format import Packet
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -25,7 +25,7 @@ from polyfed.core.errors import BadReply, TransportError
 from polyfed.deploy.device import agent
 from polyfed.engines.queued import QueueTransport
 from polyfed.federation.replies import Replies, stacked
-from polyfed.federation.wire_format import Packet, decode, encode, frames, mapped, unframed
+from polyfed.federation.wire.wire_format import Packet, decode, encode, frames, mapped, unframed
 from polyfed.transport import connection
 from polyfed.transport.connection import Connection
 from polyfed.transport.logins import PrivateKey

@@ -30,7 +30,7 @@ from polyfed.experiment.evaluate import Evaluation, job_of
 from polyfed.experiment.recipes.conflicts import refuse_conflicts
 from polyfed.experiment.recipes.recipe import parse_recipe
 from polyfed.experiment.running.assembly import population_of
-from polyfed.federation.wire_format import Packet
+from polyfed.federation.wire.wire_format import Packet
 from polyfed.report.pages.evaluation import notes, tables
 from refusals import refuses
 

@@ -28,8 +28,8 @@ from polyfed.experiment.recipes.recipe import Recipe, parse_recipe
 from polyfed.experiment.recipes.settings import DeploymentSpec, EngineSpec
 from polyfed.experiment.running import checkpoint
 from polyfed.experiment.running.assembly import assemble
-from polyfed.federation.compression import RESIDUAL, Compression, Expected, Wire, rounded_at_random
-from polyfed.federation.wire_format import Packet, decode, encode
+from polyfed.federation.wire.compression import RESIDUAL, Compression, Expected, Wire, rounded_at_random
+from polyfed.federation.wire.wire_format import Packet, decode, encode
 from polyfed.selection.divfl import DivFl
 from refusals import refuses
 

@@ -13,7 +13,7 @@ from polyfed.algorithms.averaging import Update
 from polyfed.core.errors import BadReply
 from polyfed.core.messages import Message, carries, crossings, message
 from polyfed.core.tree import Tree
-from polyfed.federation.wire_format import DTYPES, Packet, decode, encode
+from polyfed.federation.wire.wire_format import DTYPES, Packet, decode, encode
 from refusals import refuses
 
 
@@ -113,7 +113,7 @@ def test_noise_never_gets_further_than_a_refusal(body: bytes, noise: Any) -> Non
 
 def test_a_header_with_more_tensors_than_the_receiver_expects_is_refused_before_any_is_read(monkeypatch: Any) -> None:
     read = list[Any]()
-    monkeypatch.setattr("polyfed.federation.wire_format._entry", read.append)
+    monkeypatch.setattr("polyfed.federation.wire.wire_format._entry", read.append)
     entries = [["params", f"a.{n}", "bool", [0]] for n in range(11)]
     header = {"message": "Update", "kinds": dict(Update.kinds), "tensors": entries}
     with refuses(BadReply, "many tensors"):

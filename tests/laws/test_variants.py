@@ -25,7 +25,7 @@ from polyfed.engines.base import Engine
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.running.assembly import Assembly, assemble
 from polyfed.federation.replies import Answer, Replies, stacked
-from polyfed.federation.wire_format import encode
+from polyfed.federation.wire.wire_format import encode
 from polyfed.laws.replies import corruptions, everybody, unlike
 from world import through
 

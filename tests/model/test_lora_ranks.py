@@ -32,7 +32,7 @@ from polyfed.federation.aggregation import ServerOptimiser
 from polyfed.federation.attack import Attack
 from polyfed.federation.replies import Replies
 from polyfed.federation.secure_aggregation.client import SecureAggregation
-from polyfed.federation.wire_format import encode
+from polyfed.federation.wire.wire_format import encode
 from polyfed.model import ModelSpec
 from polyfed.model.encoders.lora import pairs
 from polyfed.privacy.differential.section import Privacy

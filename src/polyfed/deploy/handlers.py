@@ -55,7 +55,7 @@ from polyfed.experiment.running.assembly import initial_of, model_of, population
 from polyfed.experiment.running.column_statistics import entry_of, parts_of
 from polyfed.experiment.running.events import Emitter
 from polyfed.experiment.running.warm_start import given_of
-from polyfed.federation.wire_format import Packet
+from polyfed.federation.wire.wire_format import Packet
 from polyfed.privacy.egress.audit_log import AuditLog
 from polyfed.privacy.egress.ledger import NO_RUN, Ledger
 from polyfed.privacy.egress.limits import NO_LIMITS, Limits

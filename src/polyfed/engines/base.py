@@ -26,10 +26,10 @@ from polyfed.engines.work_count import MeteredClientData, given_work
 from polyfed.evaluation.scores import Evaluation
 from polyfed.federation.client_registry import TEST, VALIDATION, ClientRegistry, registry_of
 from polyfed.federation.clock import Clock
-from polyfed.federation.compression import Compression, Wire, residuals_apart
 from polyfed.federation.context import ClientContext
 from polyfed.federation.replies import Answer
 from polyfed.federation.secure_aggregation.client import SecureAggregation
+from polyfed.federation.wire.compression import Compression, Wire, residuals_apart
 from polyfed.model import Model
 from polyfed.objective import CLASSES, Objective
 from polyfed.privacy.differential.mechanism import Mechanism

@@ -29,7 +29,7 @@ from polyfed.engines.protocol import (
 from polyfed.engines.remote import Remote
 from polyfed.federation.replies import Answer, stacked
 from polyfed.federation.silos import Forwarded, FromEdges
-from polyfed.federation.wire_format import Packet, decode, encode
+from polyfed.federation.wire.wire_format import Packet, decode, encode
 from polyfed.privacy.egress.ledger import TO_CLIENT
 
 DATA = "data"
@@ -126,7 +126,7 @@ class EdgeRemote(Remote):
             raise BadReply(why if verdict in (FAILED, REFUSED) else f"answered with {str(verdict)[:40]!r}")
         match header:
             case {"last": int(last), "asked": list(asked)} if place.number <= last < MOST_REQUESTS:
-                return last, self._requests(place, members, last, asked, answer.body), seal_of(header)
+                return last, self._requests(place, members, last, asked, bytes(answer.body)), seal_of(header)
         raise BadReply("answered with something that cannot be read")
 
     def _requests(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from polyfed.engines.protocol import ENROLLED, FAILED, REPLY, Patience, hello, one_line
-from polyfed.federation.wire_format import Packet
+from polyfed.federation.wire.wire_format import Packet
 
 FIRST_WAIT, LONGEST_WAIT = 0.02, 0.5
 """Shortest and longest pause in seconds between two queries for replies. The pause is a tenth of the time since the

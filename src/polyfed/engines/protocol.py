@@ -26,7 +26,7 @@ from polyfed.core.errors import BadReply
 from polyfed.core.request import HELD_OUT, Request
 from polyfed.data.column_fitting import Told
 from polyfed.data.column_rules import MOST_WORDS
-from polyfed.federation.wire_format import NAME, WIRE_FORMAT, Header, Packet
+from polyfed.federation.wire.wire_format import NAME, WIRE_FORMAT, Header, Packet
 
 ENROL, ASK, PART, SIGN = "enrol", "ask", "part", "sign"
 """The types of packets that a server sends: a request to enrol, to run a task, to run a part at an edge, or to sign the

@@ -33,9 +33,9 @@ from polyfed.engines.protocol import (
     request_packet,
     seal_of,
 )
-from polyfed.federation.compression import Expected
 from polyfed.federation.replies import Answer, stacked
-from polyfed.federation.wire_format import Packet, decode, encode
+from polyfed.federation.wire.compression import Expected
+from polyfed.federation.wire.wire_format import Packet, decode, encode
 from polyfed.privacy.egress.contents import contents
 from polyfed.privacy.egress.ledger import TO_CLIENT, Entry
 

@@ -33,7 +33,7 @@ from polyfed.engines.stack_division import num_stacks, stack_bytes
 from polyfed.engines.task_results import Inputs, only_the_gate_refuses, reason_of, reply_and_local
 from polyfed.engines.work_count import given_work
 from polyfed.engines.workers.process import Unit
-from polyfed.federation.compression import residuals_apart
+from polyfed.federation.wire.compression import residuals_apart
 from polyfed.model import Model
 from polyfed.privacy.egress.limits import NO_LIMITS
 from polyfed.training import StackedClientData

@@ -28,7 +28,6 @@ from polyfed.federation.attack import Attack, cure
 from polyfed.federation.client_ranks import ClientRanks
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.clock import Clock
-from polyfed.federation.compression import Compression
 from polyfed.federation.context import ClientContext
 from polyfed.federation.message_validation import NOT_FINITE, MessageValidator, largest_magnitude
 from polyfed.federation.open_work import Buffer, OpenWork, first_to_arrive
@@ -37,6 +36,7 @@ from polyfed.federation.private_mean import PrivateMean
 from polyfed.federation.replies import Answer, Replies, ReplyStack, listed, stacked
 from polyfed.federation.secure_aggregation.server import SecureSum, Summing
 from polyfed.federation.silos import Answered, Edges, InSilos, MakePart, in_lockstep
+from polyfed.federation.wire.compression import Compression
 from polyfed.privacy.differential.mechanism import Mechanism
 from polyfed.training import SingleClientData
 from polyfed.training.optimisers import Moments

@@ -9,7 +9,7 @@ from polyfed.data.column_fitting import told_shape
 from polyfed.engines.protocol import REFUSED, Enrolment, digest_of_names, reason
 from polyfed.experiment.running.column_statistics import refuse_forbidden
 from polyfed.federation.client_registry import registry_of
-from polyfed.federation.wire_format import Packet
+from polyfed.federation.wire.wire_format import Packet
 from polyfed.objective import CLASSES, Objective
 from polyfed.privacy.egress.limits import NO_LIMITS, Limits
 from polyfed.privacy.egress.policy import Policy

@@ -39,7 +39,7 @@ from polyfed.experiment.running.checkpoint import sha256_of
 from polyfed.experiment.running.warm_start import copy_in
 from polyfed.federation.secure_aggregation.messages import PublicKeys, RevealedShares
 from polyfed.federation.secure_aggregation.state import SECRETS
-from polyfed.federation.wire_format import Packet, pieces
+from polyfed.federation.wire.wire_format import Packet, pieces
 from polyfed.privacy.egress.requirements import Release
 
 _OF = "run = ? AND client = ?"

@@ -33,9 +33,9 @@ from polyfed.engines.machine.gpu import deterministic
 from polyfed.engines.protocol import FAILED, LARGEST_NUMBER, REFUSED, REPLY, Facts, RequestId, check_versions, reason
 from polyfed.evaluation.conformal import subsets_in
 from polyfed.federation.client_ranks import ClientRanks
-from polyfed.federation.compression import Rounded
 from polyfed.federation.message_validation import MessageValidator, Receiver
-from polyfed.federation.wire_format import Packet, decode, encode
+from polyfed.federation.wire.compression import Rounded
+from polyfed.federation.wire.wire_format import Packet, decode, encode
 from polyfed.privacy.egress.audit_log import AuditLog
 from polyfed.privacy.egress.ledger import TO_CLIENT, Entry, Ledger, lines
 from polyfed.privacy.egress.purposes import ANY, Terms, header

@@ -25,7 +25,7 @@ from polyfed.deploy.faults import log_problem
 from polyfed.deploy.handlers import Deployed
 from polyfed.engines.protocol import FAILED, RequestId, reason
 from polyfed.experiment.running.warm_start import APP_COPY
-from polyfed.federation.wire_format import Packet, frames, header_of, mapped
+from polyfed.federation.wire.wire_format import Packet, frames, header_of, mapped
 
 HEADER, BODY, REPLY = "header", "body", "reply"
 """The files in the folder of a task."""

@@ -63,7 +63,7 @@ from polyfed.federation.client_registry import TEST
 from polyfed.federation.federation import Federation
 from polyfed.federation.message_validation import MessageValidator, Receiver
 from polyfed.federation.silos import InSilos, in_lockstep
-from polyfed.federation.wire_format import Packet, decode, encode
+from polyfed.federation.wire.wire_format import Packet, decode, encode
 from polyfed.privacy.egress.audit_log import AuditLog
 from polyfed.privacy.egress.contents import contents
 from polyfed.privacy.egress.ledger import TO_CLIENT, Entry, Ledger, lines
@@ -331,7 +331,7 @@ class AtWork:
                 self._refuse(client, reply)
                 one = encode(reply)
                 replies[str(client)] = one.header | {"size": len(one.body)}
-                bodies.append(one.body)
+                bodies.append(bytes(one.body))
             missing = {str(client): why for client, why in answer.replies.missing.items()}
             task = path_of(answer.task, self.recipe.algorithm)
             place = {"task": task, "number": answer.number, "turn": answer.turn}

@@ -13,7 +13,7 @@ from polyfed.core.errors import PolyfedError
 from polyfed.core.system.files import AUDIT, RECEIPTS, replace_text
 from polyfed.deploy.server.run_log import LOGGER
 from polyfed.engines.protocol import MOST_UNANSWERED, SIGNED, Patience, one_line, sign_packet
-from polyfed.federation.wire_format import Packet
+from polyfed.federation.wire.wire_format import Packet
 from polyfed.privacy.egress.log_keys import is_signed, is_tied
 from polyfed.privacy.egress.receipts import RECEIPT, ClientLedger, ledgers, log_rows, receipt_in
 

@@ -31,7 +31,7 @@ from polyfed.experiment.recipes.defaults import scaled
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.recipes.task_choice import task_of
 from polyfed.experiment.running.events import Emitter
-from polyfed.federation.wire_format import Packet
+from polyfed.federation.wire.wire_format import Packet
 
 FEW_CLIENTS, SPREAD = 1000, 10
 """A client number must be below the larger of `FEW_CLIENTS` and `SPREAD` times the number of expected clients. The

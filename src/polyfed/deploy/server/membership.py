@@ -16,7 +16,7 @@ from polyfed.core.system.json_and_toml import parse_json
 from polyfed.data.population.modality_assignment import devices_per_silo
 from polyfed.engines.protocol import Enrolment, SiloEnrolment
 from polyfed.experiment.recipes.recipe import Recipe
-from polyfed.federation.wire_format import Packet
+from polyfed.federation.wire.wire_format import Packet
 
 
 def clients_of(folder: Path) -> dict[str, str]:

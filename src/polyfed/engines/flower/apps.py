@@ -16,7 +16,7 @@ from polyfed.core.system.stop_signals import handling
 from polyfed.engines.flower.codec import packet_of, records
 from polyfed.engines.flower.transport import GridTransport
 from polyfed.engines.protocol import FAILED
-from polyfed.federation.wire_format import Packet
+from polyfed.federation.wire.wire_format import Packet
 
 Handler = Callable[[Packet, Mapping[str, Any]], Packet]
 """A client as a function: it takes a packet and the configuration of its node, and returns the reply."""

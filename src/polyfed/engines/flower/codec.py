@@ -8,7 +8,7 @@ import json
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-from polyfed.federation.wire_format import Packet, header_of
+from polyfed.federation.wire.wire_format import Packet, header_of
 
 HEADER, BODY, STYPE = "polyfed", "body", "polyfed.bytes"
 

@@ -13,7 +13,7 @@ from typing_extensions import override
 from polyfed.engines.flower.codec import packet_of, records
 from polyfed.engines.patience import Arrived, Node, PatientTransport
 from polyfed.engines.protocol import one_line
-from polyfed.federation.wire_format import Packet
+from polyfed.federation.wire.wire_format import Packet
 
 FINAL = (
     ErrorCode.CLIENT_APP_RAISED_EXCEPTION,

@@ -19,8 +19,8 @@ from polyfed.core.tasks import info_of, tasks_of, types_of
 from polyfed.experiment.checks.privacy_support import methods_that_honour, sent, withheld_of
 from polyfed.experiment.recipes.sections import SECTIONS
 from polyfed.federation.aggregation import ServerOptimiser
-from polyfed.federation.compression import compressible
 from polyfed.federation.outliers import COMPARED
+from polyfed.federation.wire.compression import compressible
 from polyfed.objective import Classification, Regression
 from polyfed.privacy.differential.section import Privacy
 from polyfed.selection import Selector, Uniform

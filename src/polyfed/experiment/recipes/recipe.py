@@ -29,7 +29,7 @@ from polyfed.experiment.recipes.settings import CheckpointSpec, DeploymentSpec, 
 from polyfed.experiment.results.display import recipe_html, recipe_line
 from polyfed.experiment.results.tracking import Tracker
 from polyfed.federation.attack import Attack
-from polyfed.federation.compression import Wire
+from polyfed.federation.wire.compression import Wire
 from polyfed.model import ModelSpec
 from polyfed.model.encoders.catalogue import entry_of
 from polyfed.objective import Objective
