@@ -22,7 +22,8 @@ from polyfed.experiment.checks.idle_options import idle_options
 from polyfed.experiment.recipes.recipe import Recipe, parse_recipe
 from polyfed.experiment.running.assembly import assemble, population_of
 from polyfed.federation.aggregation import ServerOptimiser
-from polyfed.federation.attack import Attack, Trigger
+from polyfed.federation.attack import Attack
+from polyfed.federation.backdoor import Trigger
 from polyfed.federation.replies import Answer, Replies, stacked
 from polyfed.objective import MultiLabel, Regression, Retrieval
 from polyfed.selection import Uniform

@@ -11,7 +11,7 @@ neither engines nor algorithms. It works only with the messages of the clients, 
 - `aggregation`: robust alternatives to the mean of the replies.
 - `attack`: simulated attacks by clients that send false replies.
   - `backdoor`: the attack with training rows that contain a trigger.
-- `wire_format`: conversion of messages to bytes and back.
+- `wire/`: conversion of messages to bytes and back, and their compression.
 - `network`: simulated links and devices of the clients.
 - `clock`: simulated time of a round over these links.
 """

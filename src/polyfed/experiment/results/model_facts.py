@@ -14,7 +14,8 @@ from polyfed.data import Population
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.results.calibration import ROWS_AT_ONCE, calibration_of
 from polyfed.experiment.results.models import Models
-from polyfed.federation.attack import Attack, Trigger
+from polyfed.federation.attack import Attack
+from polyfed.federation.backdoor import Trigger
 from polyfed.objective import Classification, MultiLabel, Objective, Ordinal, Regression
 from polyfed.objective.regression import numbers_of
 
