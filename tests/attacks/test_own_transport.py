@@ -1078,8 +1078,10 @@ def test_the_ports_tell_a_stranger_nothing_and_take_nothing(monitored: Monitored
             assert monitored.plain(path, words, tls=True).startswith(b"HTTP/1.1 401 ")
         for method in ("POST", "PUT", "DELETE"):
             assert monitored.plain(path, bearer(monitored), tls=True, method=method).startswith(b"HTTP/1.1 404 ")
-    for path in ("/status", "/v1/challenge", "/"):
-        assert monitored.plain(path).startswith(b"HTTP/1.1 404 "), "nor does the port without a token"
+    for path in ("/status", "/v1/challenge"):
+        assert monitored.plain(path).startswith(b"HTTP/1.1 404 "), "nor does the port of metrics"
+    for path in ("/", "/?token=x"):
+        assert monitored.plain(path).startswith(b"HTTP/1.1 401 "), "its page needs the token"
     assert monitored.plain("/v1/next", bearer(monitored)).startswith(b"HTTP/1.1 404 ")
     monkeypatch.setattr(hub.Hub, "facts", lambda self: 1 / 0)
     told = monitored.plain("/health")
