@@ -169,7 +169,7 @@ class Algorithm(ABC, Generic[S]):
     handles_missing_rows: ClassVar[bool] = True
     """Whether the method accepts clients that have a modality for only some of their rows. If not, it refuses them."""
     silo_parts: ClassVar[tuple[str, ...]] = ()
-    """The parts (`polyfed.federation.silos`) that the edge of a silo may run. Without any, the method has no edges."""
+    """The parts (`federation/silos/parts.py`) that the edge of a silo may run. Without any, the method has no edges."""
     aligns_rows: ClassVar[bool] = False
     """Whether clients match their rows by sample ids. If so, a device whose data has no ids is refused."""
     captions: ClassVar[Mapping[str, str]] = {}

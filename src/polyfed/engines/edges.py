@@ -1,6 +1,6 @@
 """The engine of a server whose silos have edges: it sends parts to edges, and reads what they forward.
 
-An edge runs the part of its silo (`polyfed.federation.silos`) with its devices. It answers with the replies that its
+An edge runs the part of its silo (`federation/silos/parts.py`) with its devices. It answers with the replies that its
 devices have given to tasks of the scope `server`, and with nothing else: this engine does not decode anything else. For
 the transport, the client with the number of a silo is the edge of this silo.
 """
@@ -28,7 +28,7 @@ from polyfed.engines.protocol import (
 )
 from polyfed.engines.remote import Remote
 from polyfed.federation.replies import Answer, stacked
-from polyfed.federation.silos import Forwarded, FromEdges
+from polyfed.federation.silos.forwarded import Forwarded, FromEdges
 from polyfed.federation.wire.wire_format import Packet, decode, encode
 from polyfed.privacy.egress.ledger import TO_CLIENT
 
@@ -50,7 +50,7 @@ class EdgeRemote(Remote):
         return Answer.of(stacked({client: reply for client, reply in own.items() if reply is not None}), missing)
 
     def in_silos(self, place: Request, part: str, silos: Mapping[int, Sequence[int]], send: Message) -> FromEdges:
-        """See `polyfed.federation.silos.Edges`.
+        """See `polyfed.federation.silos.forwarded.Edges`.
 
         Raises:
             EgressError: the policy of an edge or of a device refused, and `on_refusal` is "stop".

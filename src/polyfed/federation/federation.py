@@ -35,7 +35,8 @@ from polyfed.federation.outliers import ALONE, OutlierCheck, Sizes, too_far
 from polyfed.federation.private_mean import PrivateMean
 from polyfed.federation.replies import Answer, Replies, ReplyStack, listed, stacked
 from polyfed.federation.secure_aggregation.server import SecureSum, Summing
-from polyfed.federation.silos import Answered, Edges, InSilos, MakePart, in_lockstep
+from polyfed.federation.silos.forwarded import Edges
+from polyfed.federation.silos.parts import Answered, InSilos, MakePart, in_lockstep
 from polyfed.federation.wire.compression import Compression
 from polyfed.privacy.differential.mechanism import Mechanism
 from polyfed.training import SingleClientData
@@ -267,7 +268,7 @@ class Federation:
         send: Message,
         accept: Accept | None = None,
     ) -> InSilos:
-        """Let each silo do its part, and return what the server may see of it; see `polyfed.federation.silos`.
+        """Let each silo do its part, and return what the server may see of it; see `polyfed.federation.silos.parts`.
 
         Args:
             part: a method of the algorithm.

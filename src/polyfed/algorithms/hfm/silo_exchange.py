@@ -8,7 +8,7 @@ constant. Devices with labels also train a copy of the head. Then the edge compu
 Letters: M silos, K devices in a silo, N_m samples of silo m, B_m its mini-batch, Q local rounds between two exchanges
 (`local_rounds`), R exchanges in a round (`exchanges`). See docs/algorithms/hfm.md.
 
-What happens in a silo is a part (`polyfed.federation.silos`), which the edge of the silo runs. Requests whose replies
+What happens in a silo is a part (`federation/silos/parts.py`), which the edge of the silo runs. Requests whose replies
 only an edge may see have `scope="silo"`. A message from an edge to the server goes through the devices of its silo.
 Their policies therefore apply, and their ledgers count the message. The vectorised engine trains all devices of one
 modality in one stack, even if these devices belong to different silos.
@@ -79,7 +79,7 @@ from polyfed.evaluation.subsets import metrics_over_clients, subsets_of
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
-from polyfed.federation.silos import Ask, Part
+from polyfed.federation.silos.parts import Ask, Part
 from polyfed.model import Model
 from polyfed.model.fusion import masked
 from polyfed.objective import SUPERVISED, Objective

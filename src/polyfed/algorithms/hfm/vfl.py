@@ -26,7 +26,7 @@ from polyfed.evaluation import client_statistics
 from polyfed.evaluation.scores import Measured, joined, rows_alone, total
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
-from polyfed.federation.silos import Ask, Part
+from polyfed.federation.silos.parts import Ask, Part
 from polyfed.privacy.egress.policy import Policy
 from polyfed.training import ClientData
 

@@ -1,6 +1,6 @@
 """What an edge does with the packets of the federation's server: it enrols its devices, and runs parts with them.
 
-The code of a part is the algorithm's (`polyfed.federation.silos`), and the devices of the silo get the same requests as
+The code of a part is the algorithm's (`federation/silos/parts.py`). Devices of the silo get the same requests as
 from a server. Only replies to tasks of the scope `server` leave the edge, through its own policy. What the part returns
 stays in the edge's store, under the place of the request, as a device's local state does: a part that is repeated
 starts from the same state.
@@ -62,7 +62,7 @@ from polyfed.experiment.running.warm_start import given_of
 from polyfed.federation.client_registry import TEST
 from polyfed.federation.federation import Federation
 from polyfed.federation.message_validation import MessageValidator, Receiver
-from polyfed.federation.silos import InSilos, in_lockstep
+from polyfed.federation.silos.parts import InSilos, in_lockstep
 from polyfed.federation.wire.wire_format import Packet, decode, encode
 from polyfed.privacy.egress.audit_log import AuditLog
 from polyfed.privacy.egress.contents import contents

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from polyfed.core.errors import TooFewReplies
 from polyfed.core.messages import Message
-from polyfed.core.request import Accept, Request, Send, Task
+from polyfed.core.request import Accept, Send, Task
 from polyfed.core.tasks import info_of
 from polyfed.federation.replies import Replies
 
@@ -88,54 +88,6 @@ class InSilos:
     def all_of(self, task: Task) -> list[Replies]:
         """Return the replies to each request for a task."""
         return [answer.replies for answer in self.answers if answer.task == task]
-
-
-@dataclass
-class Forwarded:
-    """A request of edges whose replies the server may see.
-
-    Attributes:
-        task: name of the task.
-        number: number of the request in its round.
-        turn: see `Federation.ask`.
-        replies: what devices have replied, unchecked.
-        missing: the devices without a reply, each with the reason.
-    """
-
-    task: str
-    number: int
-    turn: int
-    replies: dict[int, Message] = field(default_factory=dict)
-    missing: dict[int, str] = field(default_factory=dict)
-
-
-@dataclass
-class FromEdges:
-    """What edges have answered.
-
-    Attributes:
-        answers: the requests whose replies the server may see, in order.
-        missing: the silos whose edge did not answer, each with the reason.
-        last: number of the request that comes next.
-    """
-
-    answers: list[Forwarded] = field(default_factory=list)
-    missing: dict[int, str] = field(default_factory=dict)
-    last: int = 0
-
-
-class Edges(Protocol):
-    """Sends parts to the edges of silos; see `polyfed.engines.edges`."""
-
-    def in_silos(self, place: Request, part: str, silos: Mapping[int, Sequence[int]], send: Message) -> FromEdges:
-        """Let edges run a part.
-
-        Args:
-            place: a request of this round, for its numbers.
-            part: name of the part.
-            silos: the devices of each silo.
-            send: the message to each edge.
-        """
 
 
 class Asking(Protocol):
