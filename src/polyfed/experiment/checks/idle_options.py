@@ -101,19 +101,21 @@ def _across(assembly: Assembly) -> Mapping[tuple[str, str], str]:
         found["evaluate", "unimodal"] = f"a task that scores no modality alone ({type(fed.context.objective).__name__})"
     if hasattr(method, "stand_in") and _rows_are_whole(assembly):
         found["algorithm", "stand_in"] = "training rows that all have every modality of their client"
-    if (wire := recipe.wire) is not None and not any(map(wire.of, sent := _blocks_sent(assembly))):
-        found["wire", "compress"] = "a method that sends no parameters or gradients of these blocks"
-        if not sent and not isinstance(method, Evaluate):
-            found["wire", "down"] = "a method that sends no parameters"
+    found |= {("wire", option): because for option, because in _wire(assembly)}
     if recipe.limits != NO_LIMITS:
         found |= {("limits", limit): because for limit, because in _limits(assembly)}
     return found
 
 
-def _blocks_sent(assembly: Assembly) -> set[str]:
-    """Return the blocks whose parameters or gradients clients send."""
+def _wire(assembly: Assembly) -> Iterator[tuple[str, str]]:
+    """Yield the options of [wire] that no message of this run has anything for, each with the reason."""
     rows = assembly.engine.announcement(assembly.fed.clients.modalities).rows.values()
-    return {row.block for row in rows if row.kind in OF_THE_MODEL}
+    sent = {row.block for row in rows if row.kind in OF_THE_MODEL}
+    if (wire := assembly.recipe.wire) is None or any(map(wire.of, sent)):
+        return
+    yield "compress", "a method that sends no parameters or gradients of these blocks"
+    if not sent and not isinstance(assembly.algorithm, Evaluate):
+        yield "down", "a method that sends no parameters"
 
 
 def _rows_are_whole(assembly: Assembly) -> bool:

@@ -250,7 +250,7 @@ TABLE: tuple[Conflict, ...] = (
     Conflict(
         key=("wire",),
         when=lambda r: r.wire is not None and r.privacy is not None,
-        beside="[privacy]",
+        beside="a section [privacy]",
         because="the noise is made for the norm to which clients clip what they send, and rounding changes this norm",
         instead="Remove [wire]",
     ),
