@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Event, Thread
 
 import psutil
 import torch
@@ -29,6 +30,9 @@ from polyfed.federation.wire.wire_format import Packet
 from polyfed.transport.queue import Queue
 
 DEMO = Path(__file__).resolve().parents[1] / "recipes" / "federation-demo.toml"
+LIMIT = 2**31
+"""Largest size in bytes of a message."""
+
 BODY = 36_000
 """Size in bytes of the message of an echo, as a model of 9,000 parameters."""
 
@@ -61,7 +65,7 @@ class Servers:
             self._device(range(first, first + size))
             first += size
         app = device_tasks.packed("rounds = 1", "")
-        self.transport = QueueTransport(queue=Queue(self.credentials / "queue"), app=app)
+        self.transport = QueueTransport(queue=Queue(self.credentials / "queue"), app=app, limit=LIMIT)
         while len(self.transport.online()) < self.count:
             time.sleep(0.1)
         nodes = sorted(map(str, self.transport.online()))
@@ -79,7 +83,7 @@ class Servers:
         told = {
             "server": f"127.0.0.1:{self.port}",
             "ca": str(self.credentials / "ca.pem"),
-            "limit": 2**29,
+            "limit": LIMIT,
             "parallel": os.cpu_count(),
             "idle_seconds": 60.0,
             "metrics_port": 0,
@@ -102,7 +106,8 @@ class Servers:
         packets = {client: Packet({"number": client}, self.body) for client in range(clients)}
         answers = self.transport.exchange(packets, Patience(120.0, clients))
         took = time.perf_counter() - begun
-        assert all(isinstance(one, Packet) and one.body == self.body for one in answers.values()), answers
+        same = [isinstance(one, Packet) and memoryview(one.body) == self.body for one in answers.values()]  # type: ignore[arg-type]
+        assert all(same), "an echo is what was sent"
         return took
 
     body = bytes(BODY)
@@ -149,6 +154,45 @@ def echoes(folder: Path) -> None:
         servers.stop()
 
 
+def large(folder: Path) -> None:
+    """Measure echoes of large messages: seconds, and the memory that belongs to no file, beyond that of small ones."""
+    for megabytes in (300, 1000):
+        servers = Servers(folder / f"large-{megabytes}", [1])
+        servers.asked(1)
+        servers.body = bytes(megabytes * 10**6)
+        before, most, done = _anonymous(servers), dict[str, float](), Event()
+        thread = Thread(target=_watch, args=(servers, most, done))
+        thread.start()
+        say(f"an echo of {megabytes} MB, s", [servers.asked(1) for _ in range(3)])
+        done.set()
+        thread.join()
+        for name, size in most.items():
+            print(f"  {name}: at most {size - before.get(name, 0.0):.0f} MB more", flush=True)
+        servers.stop()
+
+
+def _watch(servers: Servers, most: dict[str, float], done: Event) -> None:
+    while not done.wait(0.02):
+        for name, size in _anonymous(servers).items():
+            most[name] = max(most.get(name, 0.0), size)
+
+
+def _anonymous(servers: Servers) -> dict[str, float]:
+    """Return the memory of the run, the web server, the device and its tasks that belongs to no file, in MB."""
+    server, device = (psutil.Process(process.pid) for process in servers.processes)
+    names = {"the run, without the message": [psutil.Process()], "the web server": [server], "the device": [device]}
+    names["its tasks"] = device.children(recursive=True)
+    return {name: sum(map(_anonymous_of, processes)) for name, processes in names.items()}
+
+
+def _anonymous_of(process: psutil.Process) -> float:
+    try:
+        lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    except OSError:  # it has ended
+        return 0.0
+    return next((float(line.split()[1]) / 1000 for line in lines if line.startswith("RssAnon")), 0.0)
+
+
 def federations(folder: Path) -> None:
     """Measure rounds of a whole run, with a process for each device."""
     recipe = folder / "recipe.toml"
@@ -181,11 +225,11 @@ def tasks() -> None:
 def main() -> None:
     """Run the parts that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", nargs="?", choices=["echoes", "federations"])
+    parser.add_argument("part", nargs="?", choices=["echoes", "large", "federations"])
     part = parser.parse_args().part
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        for name, measure in (("echoes", echoes), ("federations", federations)):
+        for name, measure in (("echoes", echoes), ("large", large), ("federations", federations)):
             if part in (None, name):
                 measure(Path(folder))
 

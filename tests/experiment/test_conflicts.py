@@ -72,7 +72,7 @@ CASES: list[tuple[tuple[str, str, str], Callable[[], Recipe]]] = [
     (("", "clients.overselect", "a simulation without [network]"), of("fedavg", clients={"overselect": 1.5})),
     (("", "network", "[engine] name = 'flower'"), of("fedavg", engine={"name": "flower"}, network={})),
     (("", "wire.compress", "[wire] down = 'none'"), of("fedavg", wire={})),
-    (("", "wire", "[privacy]"), private(wire=INT8)),
+    (("", "wire", "a section [privacy]"), private(wire=INT8)),
     (("", "wire", SECURE), of("fedavg", secure_aggregation={}, wire=INT8)),
     (("", "wire", ""), of("feddyn", wire=INT8)),
     (("", "wire", ""), of("creamfl", wire=INT8)),

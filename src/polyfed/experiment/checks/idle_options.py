@@ -13,7 +13,7 @@ from typing import Any
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.evaluate import Evaluate
 from polyfed.core.errors import PolyfedWarning
-from polyfed.core.messages import LABELS
+from polyfed.core.messages import LABELS, OF_THE_MODEL
 from polyfed.core.registry import name_of
 from polyfed.core.tasks import tasks_of, types_of
 from polyfed.experiment.recipes.recipe import Recipe
@@ -101,9 +101,21 @@ def _across(assembly: Assembly) -> Mapping[tuple[str, str], str]:
         found["evaluate", "unimodal"] = f"a task that scores no modality alone ({type(fed.context.objective).__name__})"
     if hasattr(method, "stand_in") and _rows_are_whole(assembly):
         found["algorithm", "stand_in"] = "training rows that all have every modality of their client"
+    found |= {("wire", option): because for option, because in _wire(assembly)}
     if recipe.limits != NO_LIMITS:
         found |= {("limits", limit): because for limit, because in _limits(assembly)}
     return found
+
+
+def _wire(assembly: Assembly) -> Iterator[tuple[str, str]]:
+    """Yield the options of [wire] that no message of this run has anything for, each with the reason."""
+    rows = assembly.engine.announcement(assembly.fed.clients.modalities).rows.values()
+    sent = {row.block for row in rows if row.kind in OF_THE_MODEL}
+    if (wire := assembly.recipe.wire) is None or any(map(wire.of, sent)):
+        return
+    yield "compress", "a method that sends no parameters or gradients of these blocks"
+    if not sent and not isinstance(assembly.algorithm, Evaluate):
+        yield "down", "a method that sends no parameters"
 
 
 def _rows_are_whole(assembly: Assembly) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from polyfed.algorithms import ALGORITHMS, NAMED
 from polyfed.algorithms.averaging import Averaging
 from polyfed.algorithms.averaging.buffered import Buffered
-from polyfed.algorithms.base import Algorithm
+from polyfed.algorithms.base import SCORING, Algorithm
 from polyfed.algorithms.evaluate import Evaluate
 from polyfed.core.messages import OF_THE_MODEL
 from polyfed.core.problems import Conflict, Problems
@@ -98,7 +98,8 @@ def _compresses_nothing(recipe: Any) -> bool:
     method, wire = recipe.algorithm, recipe.wire
     if wire is None or method.uncompressed or method.secure_aggregation is not None:
         return False
-    asked = [types_of(task) for name, task in tasks_of(method).items() if method.will_ask(name, tested=True)]
+    training = [name for name in tasks_of(method) if name not in SCORING and method.will_ask(name, tested=True)]
+    asked = [types_of(tasks_of(method)[name]) for name in training]
     up = any(compressible(reply, field, got) for got, reply in asked for field in reply.declared)
     down = any(said.kind in OF_THE_MODEL for got, _ in asked for said in got.declared.values())
     return (bool(wire.forms) and not up) or (wire.down != "none" and not down)
@@ -249,7 +250,7 @@ TABLE: tuple[Conflict, ...] = (
     Conflict(
         key=("wire",),
         when=lambda r: r.wire is not None and r.privacy is not None,
-        beside="[privacy]",
+        beside="a section [privacy]",
         because="the noise is made for the norm to which clients clip what they send, and rounding changes this norm",
         instead="Remove [wire]",
     ),
