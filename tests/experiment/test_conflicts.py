@@ -77,6 +77,11 @@ CASES: list[tuple[tuple[str, str, str], Callable[[], Recipe]]] = [
     (("", "wire", ""), of("feddyn", wire=INT8)),
     (("", "wire", ""), of("creamfl", wire=INT8)),
     (("", "deployment.relay", ""), of("hfm", engine={"name": "flower"})),
+    (("", "deployment.relay", ""), of("fedavg", engine={"name": "devices"}, deployment={"relay": "edge"})),
+    (
+        ("", "deployment.relay", "[engine] name = 'flower'"),
+        of("hfm", engine={"name": "flower"}, deployment={"relay": "edge"}),
+    ),
     (("", "stop.max_epsilon", "a recipe without [privacy]"), of("fedavg", stop={"max_epsilon": 1.0})),
     (("", "stop.patience", "[evaluate] every = 0"), of("fedavg", stop={"patience": 2}, evaluate={"every": 0})),
     (("", "evaluate.unimodal", ""), of("fedamp", evaluate={"unimodal": "prototype"})),
