@@ -62,7 +62,8 @@ def test_the_sums_of_three_sites_are_those_of_one_file(name: str) -> None:
     direct = objective.measured(objective.sums(outputs, Batch({}, y, torch.arange(N))))
     assert pooled.keys() == whole.keys() >= direct.keys()
     for metric, one in pooled.items():
-        assert one.value == pytest.approx(whole[metric].value, abs=1e-9)
+        if metric != "c_index_within_sites":  # compares no rows of two sites
+            assert one.value == pytest.approx(whole[metric].value, abs=1e-9)
         if metric in direct:
             assert one.value == pytest.approx(direct[metric], abs=1e-6), metric
         if one.low is not None and one.high is not None:
