@@ -40,8 +40,8 @@ check-wheel: .venv/installed ## what CI runs besides: the wheel in empty environ
 
 check-all: check ## check, then real processes: Ray, servers and devices with TLS, kills (minutes)
 	# one more try for what failed: a busy machine can make Ray or a device miss a time-out
-	$(BIN)/pytest -m slow -n 2 --dist loadfile tests/engines tests/attacks tests/study || \
-		$(BIN)/pytest -m slow tests/engines tests/attacks tests/study --last-failed
+	$(BIN)/pytest -m slow -n 2 --dist loadfile tests/engines tests/attacks tests/study tests/laws || \
+		$(BIN)/pytest -m slow tests/engines tests/attacks tests/study tests/laws --last-failed
 
 check-trackers: .venv/installed ## installs MLflow and Weights & Biases (200 MB) and runs the tests against them
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[mlflow,wandb]"

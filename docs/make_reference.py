@@ -172,7 +172,11 @@ def conflicts() -> str:
         [
             "## Options that cannot go together\n",
             "`polyfed check` says which values it concerns, why, and what to do instead.\n",
-            *(f"- {other}: {', '.join(dict.fromkeys(keys))}." for other, keys in beside.items()),
+            # the escape, because `[a]: b` on a line is the target of links named a
+            *(
+                f"- {other.replace('[', chr(92) + '[')}: {', '.join(dict.fromkeys(keys))}."
+                for other, keys in beside.items()
+            ),
         ]
     )
 

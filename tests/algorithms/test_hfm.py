@@ -292,11 +292,11 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     def with_canary(self: Any, key: int) -> Any:
         return {n: torch.full_like(v, CANARY) if n == "shared.bias" else v for n, v in init(self, key).items()}
 
-    def listening(self: Any, request: Any, reply: Any, *, stacked: bool) -> Any:
+    def listening(self: Any, request: Any, reply: Any, **how: Any) -> Any:
         if not self.on_server:
             values = [getattr(reply, name) for name in reply.kinds]
             seen[request.scope] += [t for v in values for t in ([v] if isinstance(v, torch.Tensor) else v.values())]
-        return release(self, request, reply, stacked=stacked)
+        return release(self, request, reply, **how)
 
     monkeypatch.setattr(Model, "init", with_canary)
     monkeypatch.setattr(EgressGate, "release", listening)

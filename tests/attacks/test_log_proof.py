@@ -119,6 +119,13 @@ def test_any_flipped_bit_of_a_proof_fails(log: Path, tmp_path: Path, place: int,
         answer_of(path, question(*TUESDAY), keys=tmp_path / "keys")
 
 
+def test_a_signature_has_one_form(log: Path, tmp_path: Path) -> None:
+    path = proved(log, TUESDAY, tmp_path / "proof.json")
+    changed(lambda told: told["head"].update(signature=told["head"]["signature"].upper()), path)
+    with refuses(DataError, "small letters"):
+        answer_of(path, question(*TUESDAY))
+
+
 def test_a_tie_whose_key_is_written_in_another_way_is_none(log: Path, tmp_path: Path) -> None:
     """A compressed point makes the library raise another error."""
     path = proved(log, TUESDAY, tmp_path / "proof.json")

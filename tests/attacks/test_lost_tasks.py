@@ -40,6 +40,7 @@ class Server:
         self.offers = list[Any]()
         self.stop = Event()
         self.takes, self.fetched, self.partly = 2**20, 0, False
+        self.key: Any = None  # signs the key of a log, and these tasks make no log
 
     def next(self) -> Any:
         self.asked += 1

@@ -142,7 +142,7 @@ def test_no_row_score_or_label_of_a_device_reaches_the_server(sites: Sites, tmp_
         for kind in (np.int64, np.int32, np.uint8, np.float32, np.float64):
             assert rows["label"][tested].astype(kind).tobytes() not in bodies
         assert str(place) not in headers
-    assert {packet.header.get("verdict") for packet in sites.replies} == {"enrolled", "reply"}
+    assert {packet.header.get("verdict") for packet in sites.replies} == {"enrolled", "reply", "signed"}
     entries = [json.loads(line) for line in (sites.app.parent / "run" / "egress.jsonl").read_text().splitlines()]
     up = {(row["kind"], row["message"]) for row in entries if row["destination"] == "server"}
     assert up == {("statistic", "SiteScores")}

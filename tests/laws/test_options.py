@@ -30,6 +30,7 @@ def test_a_sample_of_the_options_is_not_silent(configuration: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("configuration", sorted(VARIANTS))
 def test_no_option_is_silent(configuration: str) -> None:
     assert silent(configuration, list(cells(configuration))) == {}

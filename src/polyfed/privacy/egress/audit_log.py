@@ -37,6 +37,7 @@ from polyfed.core.system.files import AUDIT, PUBLIC_KEY, append_whole, replace_t
 from polyfed.core.system.json_and_toml import parse_json
 from polyfed.privacy.egress import merkle
 from polyfed.privacy.egress.ledger import Entry, lines
+from polyfed.privacy.egress.log_keys import of_hex
 
 HEAD, PRIVATE_KEY, LOCK = "audit-head.json", "audit-key.pem", "audit.lock"
 """Names of the files in the same folder as the log."""
@@ -262,7 +263,7 @@ def head_of(folder: Path, key: Ed25519PublicKey | None = None) -> Head:
         row = parse_json(path.read_text())
         head = Head(int(row["lines"]), int(row["bytes"]), str(row["hash"]), tuple(map(str, row["tree"])))
         if key is not None:
-            key.verify(bytes.fromhex(row["signature"]), head.signed_bytes())
+            key.verify(of_hex(row["signature"]), head.signed_bytes())
     except InvalidSignature:
         raise CheckpointError(f"{path} is damaged: its signature is not one of the log's own key") from None
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -20,7 +20,7 @@ from polyfed.core.system.json_and_toml import parse_json
 from polyfed.privacy.egress import merkle
 from polyfed.privacy.egress.audit_log import HEAD, head_of, head_text
 from polyfed.privacy.egress.audit_log_verification import public_key, verify
-from polyfed.privacy.egress.log_keys import canonical, is_tied, key_of, key_text, tie_in
+from polyfed.privacy.egress.log_keys import canonical, is_tied, key_of, key_text, of_hex, tie_in
 
 FORMAT = "polyfed log proof 1"
 
@@ -179,7 +179,7 @@ def read_proof(path: Path) -> Excerpt:
         if root != head["root"]:
             raise ValueError("its lines do not lead to the Merkle root of the log")
         signed = head_text(head["lines"], head["bytes"], head["hash"], head["root"])
-        key_of(found.key).verify(bytes.fromhex(head["signature"]), signed)
+        key_of(found.key).verify(of_hex(head["signature"]), signed)
         for line in found.texts:
             if line is not None:
                 _time(parse_json(line))

@@ -14,6 +14,7 @@ from polyfed.core.system.files import AUDIT, PUBLIC_KEY
 from polyfed.core.system.json_and_toml import parse_json
 from polyfed.privacy.egress import merkle
 from polyfed.privacy.egress.audit_log import HEAD, SIGNATURE, START, head_of
+from polyfed.privacy.egress.log_keys import of_hex
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def _is_signed(line: bytes, key: Ed25519PublicKey) -> bool:
     """Return whether the signature of a seal matches the seal's text."""
     text, _, signature = line.decode().rpartition(SIGNATURE)
     try:
-        key.verify(bytes.fromhex(signature.removesuffix('"}')), f"{text}}}".encode())
+        key.verify(of_hex(signature.removesuffix('"}')), f"{text}}}".encode())
     except (InvalidSignature, ValueError):
         return False
     return True

@@ -47,11 +47,22 @@ def signed(key: Ed25519PrivateKey, head: bytes, content: Any) -> str:
 def is_signed(key: str, head: bytes, content: Any, signature: str) -> bool:
     """Return whether a signature is that of this content and key, which is `key_text` of an Ed25519 key."""
     try:
-        made = bytes.fromhex(signature)
-        key_of(key).verify(made, head + canonical(content))
+        key_of(key).verify(of_hex(signature), head + canonical(content))
     except (ValueError, InvalidSignature):
         return False
-    return made.hex() == signature
+    return True
+
+
+def of_hex(text: str) -> bytes:
+    """Read hexadecimal digits in the one form in which polyfed writes them, so that no changed letter passes.
+
+    Raises:
+        ValueError: these are other characters, or capital letters.
+    """
+    made = bytes.fromhex(text)
+    if made.hex() != text:
+        raise ValueError("hexadecimal digits must be small letters without blanks")
+    return made
 
 
 def key_text(key: Ed25519PublicKey) -> str:
