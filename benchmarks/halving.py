@@ -47,16 +47,23 @@ def swept(table: dict[str, Any], out: Path, jobs: int) -> dict[tuple[str, str], 
 
 
 def compared(halving: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
-    """The means over the seeds, the standard error of the whole search, and whether halving is within it."""
-    means = [statistics.fmean(found["scores"]) for found in (halving, whole)]
-    error = statistics.stdev(whole["scores"]) / len(whole["scores"]) ** 0.5
+    """The means over the seeds, the standard error of the whole search, and whether halving is within it.
+
+    Seeds with which training diverged have no score, and are counted.
+    """
+    kept = [[score for score in found["scores"] if score == score] for found in (halving, whole)]
+    means = [statistics.fmean(scores) if scores else 0.0 for scores in kept]
+    error = statistics.stdev(kept[1]) / len(kept[1]) ** 0.5 if len(kept[1]) > 1 else 0.0
     return {
+        "diverged": [len(found["scores"]) - len(scores) for found, scores in zip((halving, whole), kept, strict=True)],
         "halving": means[0],
         "whole": means[1],
         "error": error,
         "rounds": halving["rounds"] / whole["rounds"],
         "same": halving["chosen"] == whole["chosen"],
-        "holds": means[0] >= means[1] - error and 3 * halving["rounds"] <= whole["rounds"],
+        "holds": len(kept[0]) >= len(kept[1])
+        and means[0] >= means[1] - error
+        and 3 * halving["rounds"] <= whole["rounds"],
     }
 
 
@@ -75,10 +82,14 @@ def main() -> None:
         del exhaustive["search"][key]
     whole = swept(exhaustive, out, options.jobs)
     rows = {cell: compared(halving[cell], whole[cell]) for cell in whole}
-    print("| data | method | all 27 settings | halving | rounds | same settings | within one standard error |")
-    print("|---|---|---:|---:|---:|---|---|")
+    print(
+        "| data | method | all 27 settings | halving | rounds | diverged | same settings | within one standard error |"
+    )
+    print("|---|---|---:|---:|---:|---|---|---|")
     for (scenario, method), row in rows.items():
         scores = f"{row['whole']:.3f} ± {row['error']:.3f} | {row['halving']:.3f} | {100 * row['rounds']:.0f} %"
+        lost = row["diverged"]
+        scores += f" | {lost[0]}, {lost[1]}"
         same, holds = ("yes" if row[key] else "no" for key in ("same", "holds"))
         print(f"| {scenario} | {method} | {scores} | {same} | {holds} |")
     print(f"{sum(row['holds'] for row in rows.values())} of {len(rows)} hold; {time.monotonic() - started:.0f} s")

@@ -80,7 +80,9 @@ class Machines:
             )
 
     def down(self) -> None:
-        groups = {group for process in self.processes for group in groups_of(process.pid)}
+        # the number of a process that has ended may belong to another program by now
+        running = [process for process in self.processes if process.poll() is None]
+        groups = {group for process in running for group in groups_of(process.pid)}
         for how in (signal.SIGTERM, signal.SIGKILL):
             for group in groups:
                 signal_group(group, how)

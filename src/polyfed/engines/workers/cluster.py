@@ -147,13 +147,16 @@ class Cluster:
                 ("engine", "cluster"),
             ) from error
 
-    def refuse_lost_head(self) -> None:
-        """Refuse to go on if the head of the cluster does not answer; look no more often than each `LOOK_SECONDS`.
+    def refuse_lost_head(self, every: float = 0.0) -> None:
+        """Refuse to go on if the head of the cluster does not answer. Call this before what Ray asks the head.
+
+        Args:
+            every: do not look again within so many seconds.
 
         Raises:
             RecipeError: the head has ended.
         """
-        if time.monotonic() < self._seen + LOOK_SECONDS:
+        if time.monotonic() < self._seen + every:
             return
         host, _, port = self._head.rpartition(":")
         with self.explained():
@@ -349,7 +352,7 @@ class Cluster:
                 ended, _ = self._ray.wait(list(pending), num_returns=1, timeout=LOOK_SECONDS)
             if ended:
                 return set(ended)
-            self.refuse_lost_head()
+            self.refuse_lost_head(LOOK_SECONDS)
 
     def give(self, actor: Any, job: Job, broadcast: Any, down: NDArray[np.uint8]) -> Any:
         """Let an actor run a job; see `Actor.run`."""

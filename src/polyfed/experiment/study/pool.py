@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import IO, Any, Self
 
 import torch
 
-from polyfed.engines.workers.cluster import Cluster, in_short, node_of
+from polyfed.engines.workers.cluster import LOOK_SECONDS, Cluster, in_short, node_of
 from polyfed.experiment.running import machine
 from polyfed.experiment.study.board import DIVERGED
 from polyfed.experiment.study.worker import carry_out
@@ -176,6 +177,7 @@ class RayPool:
         self.folder, self.jobs, self.cluster = folder, jobs, Cluster(address)
         self.need = machine.memory_of(os.getpid())
         self._running: dict[Any, str] = {}  # the messages of a task -> the name of its run
+        self._cores, self._counted = 0, 0.0  # the cores of the cluster, and when they were counted
         self._seen = {Path().absolute()}  # data that all nodes can read, or none
 
     def __enter__(self) -> Self:
@@ -208,9 +210,10 @@ class RayPool:
         Raises:
             RecipeError: the head of the cluster has ended.
         """
-        self.cluster.refuse_lost_head()
-        cores = int(self._ray.cluster_resources().get("CPU", 0))
-        most = min(self.jobs or cores, max(1, cores))
+        if time.monotonic() > self._counted + LOOK_SECONDS:
+            self.cluster.refuse_lost_head()
+            self._cores, self._counted = int(self._ray.cluster_resources().get("CPU", 0)), time.monotonic()
+        most = min(self.jobs or self._cores, max(1, self._cores))
         return f"{most} runs at once are carried out" if self.running >= most else ""
 
     def start(self, job: str, recipe: Mapping[str, Any], folder: Path, until: int = 0) -> None:
@@ -238,7 +241,7 @@ class RayPool:
         Raises:
             RecipeError: the head of the cluster has ended.
         """
-        self.cluster.refuse_lost_head()
+        self.cluster.refuse_lost_head(LOOK_SECONDS)
         with self.cluster.explained():
             waited = self._ray.wait(list(self._running), num_returns=1, timeout=seconds) if self._running else ([], [])
         ready, _ = waited
