@@ -123,6 +123,11 @@ class ClientRegistry:
             self._sets[held] = tuple(m for m, has in zip(self.modalities, held, strict=True) if has)
         return self._sets[held]
 
+    def holdings(self) -> list[tuple[str, ...]]:
+        """Return the different sets of modalities that clients have."""
+        firsts = np.unique(self._rows_of_holds, axis=0, return_index=True)[1]
+        return sorted(self.owned(int(client)) for client in firsts)
+
     def rows_of(self, clients: Iterable[int]) -> dict[int, int]:
         """Return the number of training rows of each of these clients."""
         asked = list(clients)

@@ -382,11 +382,9 @@ def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:
 
 def announced_by(assembly: Assembly) -> list[dict[str, Any]]:
     """Return, for each set of modalities that some client holds, everything that its replies can hold."""
-    clients = assembly.fed.clients
-    held = sorted({clients.owned(client) for client in range(len(clients))})
     return [
         {"modalities": list(own), "parts": [asdict(row) for row in assembly.engine.announcement(own).rows.values()]}
-        for own in held
+        for own in assembly.fed.clients.holdings()
     ]
 
 
