@@ -94,8 +94,8 @@ def test_canary_values_of_labels_and_data_leave_in_no_reply(engine: str, name: s
     sent: list[Tensor] = []
     original = EgressGate.release
 
-    def spy(self: EgressGate, request: Any, reply: Message, *, stacked: bool) -> Message:
-        out = original(self, request, reply, stacked=stacked)
+    def spy(self: EgressGate, request: Any, reply: Message, **how: Any) -> Message:
+        out = original(self, request, reply, **how)
         for field in out.kinds:
             value = getattr(out, field)
             sent.extend([value] if isinstance(value, Tensor) else value.values())
