@@ -20,7 +20,6 @@ from polyfed.core.system.files import RESULT
 from polyfed.core.system.log_lines import escaped_lines
 from polyfed.core.tree import SHARED
 from polyfed.deploy.device.recipe_check import Inspection
-from polyfed.deploy.server.hosting import serves
 from polyfed.deploy.server.jobs import LOG, WAIT_HOURS, Jobs
 from polyfed.experiment.checks.check import fixes_of
 from polyfed.privacy.egress.policy import EVERY
@@ -50,6 +49,8 @@ def enqueue(
     Raises:
         RecipeError: the start is in the past; see also `queued_run.enqueue`.
     """
+    from polyfed.deploy.server.hosting import serves  # only here: a plain install has no cryptography
+
     moment = 0.0 if at is None else at.timestamp()  # without a time zone, it is that of this machine
     if at is not None and moment < time.time() - 60:
         raise RecipeError(

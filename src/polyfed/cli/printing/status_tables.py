@@ -13,7 +13,6 @@ from polyfed.core.errors import PolyfedError
 from polyfed.core.system.log_lines import escaped
 from polyfed.deploy.server.run_log import UNFINISHED
 from polyfed.report.text_layout import plain_table, stacked, titled
-from polyfed.transport.connection import DAY, RENEW, WARNED_DAYS
 
 
 def status_tables(told: dict[str, Any]) -> Group:
@@ -31,6 +30,8 @@ def status_tables(told: dict[str, Any]) -> Group:
 
 
 def _parts(told: dict[str, Any]) -> list[RenderableType]:
+    from polyfed.transport.connection import DAY, RENEW, WARNED_DAYS  # only here: a plain install has no cryptography
+
     nodes = told["nodes"]
     head = f"polyfed {told['polyfed']}: {nodes['online']} of {nodes['registered']} devices online"
     parts: list[RenderableType] = [Text(escaped(head), "bold")]
