@@ -14,7 +14,7 @@ import select
 import sqlite3
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -143,6 +143,18 @@ class Waiting(NamedTuple):
     state: str
 
 
+@contextmanager
+def at_once(rows: sqlite3.Connection) -> Iterator[None]:
+    """Make all writes of the block at once, or none if it fails. No other process writes meanwhile."""
+    rows.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    except BaseException:
+        rows.execute("ROLLBACK")
+        raise
+    rows.execute("COMMIT")
+
+
 class Queue:
     """The requests and replies in a folder.
 
@@ -160,16 +172,9 @@ class Queue:
         self._rows.execute("PRAGMA synchronous = NORMAL")
         self._rows.executescript(_SCHEMA)
 
-    @contextmanager
-    def transaction(self) -> Iterator[None]:
+    def transaction(self) -> AbstractContextManager[None]:
         """Make all writes of the block at once, or none."""
-        self._rows.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-        except BaseException:
-            self._rows.execute("ROLLBACK")
-            raise
-        self._rows.execute("COMMIT")
+        return at_once(self._rows)
 
     def close(self) -> None:
         """Close the file."""

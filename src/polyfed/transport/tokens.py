@@ -13,8 +13,7 @@ import secrets
 import sqlite3
 import time
 from binascii import Error as Base64Error
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -27,6 +26,7 @@ from polyfed.core.errors import RecipeError, command, did_you_mean
 from polyfed.core.system.files import sync, without_links
 from polyfed.transport.connection import host_and_port
 from polyfed.transport.logins import fingerprint
+from polyfed.transport.queue import at_once
 
 PREFIX = "polyfed-join-"
 """The beginning of every token, by which people and scanners for leaked secrets know one."""
@@ -211,17 +211,6 @@ class Register:
         """Close the file."""
         self._rows.close()
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Keep every other process from writing meanwhile, and undo all if the block fails."""
-        self._rows.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-        except BaseException:
-            self._rows.execute("ROLLBACK")
-            raise
-        self._rows.execute("COMMIT")
-
     def entries(self) -> list[Entry]:
         """Return all devices by number, the newest last."""
         return [self._entry(row) for row in self._rows.execute(f"SELECT {_FIELDS} FROM devices ORDER BY number, rowid")]
@@ -263,7 +252,7 @@ class Register:
             raise RecipeError(f"--number {number}: clients are numbered from 0, and below {MOST_NUMBER:,}")
         check_name(name or "device")
         secret = secrets.token_bytes(SECRET)
-        with self._alone():
+        with at_once(self._rows):
             taken = [one for one in self.entries() if one.state in (OPEN, JOINED)]
             used = {one.number for one in taken}
             number = next(n for n in range(len(used) + 1) if n not in used) if number is None else number
@@ -296,7 +285,7 @@ class Register:
         Raises:
             RecipeError: there is no such device.
         """
-        with self._alone():
+        with at_once(self._rows):
             mine = [one for one in self.entries() if one.state in (OPEN, LATE, JOINED)]
             found = next((one for one in reversed(mine) if who in (one.name, str(one.number))), None)
             files = {path.stem: path for path in self.folder.glob("*.pub")}
@@ -344,7 +333,7 @@ class Register:
             OSError: the key cannot be written; then the token is unused.
         """
         key, now = fingerprint(line), time.time()
-        with self._alone():  # two that hold one token come one after the other
+        with at_once(self._rows):  # two that hold one token come one after the other
             entry = self.find(secret, key)
             path = self._key(entry.name)
             own = path.is_file() and not path.is_symlink() and path.read_bytes() == line
