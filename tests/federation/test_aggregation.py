@@ -128,6 +128,21 @@ def test_a_fifth_of_liars_cannot_move_the_result_far(rule: str) -> None:
     assert float((combined(everyone, rule, centre=centre)["shared.bias"] - 1.0).abs().max()) < 0.5
 
 
+@pytest.mark.parametrize("rule", ["krum", "multi-krum"])
+def test_distances_stay_exact_where_all_replies_lie_far_from_zero(rule: str) -> None:
+    """From squared norms and products, as of a Gram matrix, they would be lost in the rounding of float32."""
+    draw = torch.Generator().manual_seed(6)
+    steps = {k: torch.randint(-8, 9, (64,), generator=draw) / 16 * (8 if k >= 16 else 1) for k in range(20)}
+
+    def found(offset: float) -> Tensor:
+        replies = {
+            k: Update({"shared.bias": offset + step}, torch.tensor(0.0), torch.tensor(1)) for k, step in steps.items()
+        }
+        return combined(replies, rule, centre={"shared.bias": torch.full((64,), offset)})["shared.bias"] - offset
+
+    torch.testing.assert_close(found(4096.0), found(0.0), atol=1e-3, rtol=0.0)
+
+
 @pytest.mark.parametrize("rule", sorted(RULES))
 def test_clients_of_weight_zero_integers_and_half_precision(rule: str) -> None:
     replies: dict[int, Update] = {}
