@@ -94,6 +94,7 @@ class Engine(ABC):
         required: the protection that this device demands.
         on_device: whether this engine runs on a device of a deployment; see `ClientContext.on_device`.
         wire: how messages are compressed, or None if the recipe has no [wire] section.
+        copied: makes the engine's copy of `initial`, in memory or on the disk.
     """
 
     name: str
@@ -119,10 +120,11 @@ class Engine(ABC):
         required: Requirements = NO_REQUIREMENTS,
         on_device: bool = False,
         wire: Wire | None = None,
+        copied: Callable[[Tree], Tree] = clone,
     ) -> None:
         keep_freed_memory()
         self.population, self.model, self.algorithm = population, model, algorithm
-        self.initial = clone(initial)  # the algorithm may change its first state, which holds the same tensors
+        self.initial = copied(initial)  # the algorithm may change its first state, which holds the same tensors
         self.policy, self.ledger, self.emit, self.debug, self.clock = policy, ledger, emit, debug, clock
         self.device, self.objective = torch.device(device), objective
         self.privacy, self.limits, self.required, self.on_device = privacy, limits, required, on_device

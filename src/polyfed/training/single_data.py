@@ -136,6 +136,7 @@ class SingleClientData(ClientData):
                         grads = summed(grads)
                     train.step(w, grads, moments, lr, count)
                 values.append(value.detach())
+                del grads, aux  # of a large model, memory should hold one gradient, and none while `w` is copied
             return TrainingResult(
                 clone(w), self._mean(values, after), torch.tensor(count), kept, moments, epochs + train.epochs
             )

@@ -264,7 +264,7 @@ class ClientRuntime:
         """
         engine = self.engine
         unpacking = None if engine.compression is None else Rounded(engine.compression, request.got)
-        got: Message = decode(packet, request.got, limit=self.limit, unpacking=unpacking)
+        got: Message = decode(packet, request.got, limit=self.limit, unpacking=unpacking, shared=True)
         method, private = engine.algorithm, engine.algorithm.private_names(engine.model)
         template = method.received_template(request.name, engine.model)
         template = {name: value for name, value in template.items() if name not in private}

@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from polyfed.core.errors import BadReply
+from polyfed.core.system.mapping import mapped
 from polyfed.deploy.app_folder import RECIPE
 from polyfed.deploy.edge.runtime import AtEdge
 from polyfed.deploy.faults import log_problem
 from polyfed.deploy.handlers import Deployed
 from polyfed.engines.protocol import FAILED, RequestId, reason
 from polyfed.experiment.running.warm_start import APP_COPY
-from polyfed.federation.wire.wire_format import Packet, frames, header_of, mapped
+from polyfed.federation.wire.wire_format import Packet, frames, header_of
 
 HEADER, BODY, REPLY = "header", "body", "reply"
 """The files in the folder of a task."""
