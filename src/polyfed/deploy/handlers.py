@@ -205,7 +205,12 @@ class Deployed:
                 conditions=conditions,
                 app=self.recipe_path.parent,
             )
-            runtime = replace(runtime, purpose=recipe.deployment.purpose, terms=terms)
+            runtime = replace(
+                runtime,
+                purpose=recipe.deployment.purpose,
+                terms=terms,
+                checkpoint_seconds=node.checkpoint_seconds,
+            )
             _refuse_unmet(unmet_by_model(required, recipe, runtime.engine.model, runtime.engine.initial), node.client)
         with blamed("a task failed"):
             return runtime.answer(packet, node.client)

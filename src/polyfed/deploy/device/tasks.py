@@ -21,6 +21,7 @@ from typing import Any
 from polyfed.core.errors import BadReply
 from polyfed.core.system.mapping import mapped
 from polyfed.deploy.app_folder import RECIPE
+from polyfed.deploy.device.local_states import forget_answered
 from polyfed.deploy.edge.runtime import AtEdge
 from polyfed.deploy.faults import log_problem
 from polyfed.deploy.handlers import Deployed
@@ -171,6 +172,8 @@ def answer(task: Mapping[str, Any]) -> dict[str, Any]:
     with open(draft, "wb") as file:
         file.writelines(frames(reply))
     draft.rename(folder / REPLY)
+    if "state" in task["config"] and (answered := _request_id(reply.header)) is not None:
+        forget_answered(Path(task["config"]["state"]), answered, folder / REPLY)
     return {"verdict": str(reply.header.get("verdict")), "bytes_up": len(reply.body)}
 
 

@@ -112,7 +112,8 @@ class Assembly:
         """
         if self.spare is None or self.engine.device.type != "cpu":
             return state
-        return checkpoint.put_away(state, self.spare, checkpoint.modules_of(self.algorithm))
+        away: ServerState = checkpoint.put_away(state, self.spare, checkpoint.modules_of(self.algorithm))
+        return away
 
     def resume(self, state: ServerState, locals: Mapping[int, Tree], round: int) -> None:
         """Continue after a round, with the state and the local states that the run had then."""

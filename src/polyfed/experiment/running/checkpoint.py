@@ -253,7 +253,7 @@ def digest(content: Any) -> str:
     sha = hashlib.sha256(json.dumps(_nameless(pack(content, tensors))).encode())
     for name, value in tensors.items():
         sha.update(f"{name}|{value.dtype}|{tuple(value.shape)}|".encode())
-        sha.update(value.reshape(-1).view(torch.uint8).numpy())
+        sha.update(value.reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
 
 
