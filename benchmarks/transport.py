@@ -233,6 +233,8 @@ def training(folder: Path) -> None:
             federation.start_server()
             for number in range(len(federation.nodes)):
                 federation.start_device(number, message_megabytes=2000)  # type: ignore[arg-type]
+            while not all("ready" in federation.log(f"device-{number}") for number in range(len(federation.nodes))):
+                time.sleep(0.1)
             words = ["submit", str(federation.app), "--credentials", str(federation.credentials)]
             run, most = federation.begin("run", words), dict[str, float]()
             while run.poll() is None:

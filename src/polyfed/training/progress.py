@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -18,9 +19,6 @@ from polyfed.training.optimisers import Moments
 
 MOST_TRAININGS = 16
 """For so many trainings of a task, states are written. A task that trains more often is begun again at that place."""
-
-SHARE = 20.0
-"""A state is written after at least so many times the seconds that the last one took, so that it costs at most 5 %."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +48,12 @@ class Progress(ABC):
     Attributes:
         seconds: most seconds of work that a killed process loses, in each of two places: in the training that runs,
             and in all earlier trainings of the task together.
+        share: a state is kept after at least so many times the seconds that it took to keep the last one, so that this
+            takes at most 5 % of the time.
     """
 
     seconds: float
+    share: ClassVar[float] = 20.0
     _count: int = field(default=0, init=False)
     _inside: bool = field(default=False, init=False)
     _unkept: float = field(default=0.0, init=False)
@@ -102,7 +103,7 @@ class OneTraining:
 
     def _keep_after(self, task: Progress, more: float, part: Callable[[], PartOfTraining]) -> None:
         now = time.monotonic()
-        if more + now - self._kept < max(task.seconds, SHARE * task._took):
+        if more + now - self._kept < max(task.seconds, task.share * task._took):
             return
         task.keep(self.number, part())
         self._kept = time.monotonic()

@@ -220,7 +220,10 @@ def assemble(
     fed = _federation(made.recipe, built, None if one_device else population.num_clients, cap)
     # what the mixing of this model reveals of a modality is known only to the announcer of the engine
     policy = built.announcer.with_model(made.policy)
-    initial = made.initial if spare is None else copied(made.initial)
+    initial = made.initial
+    if spare is not None and built.device.type == "cpu":
+        initial = copied(initial)
+        made.model.put_away(copied)  # only a server that trains or evaluates uses the modules
     parts = population, made.model, policy, initial, ledger, built, fed
     rest = recipe.task is None, made.guesses, made.guarantee, made.given, deployed
     return Assembly(made.recipe, *parts, *rest, _against_of(made.recipe, made.model, made.given), spare)
