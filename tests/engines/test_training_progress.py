@@ -22,11 +22,12 @@ from engines.own_devices import InThreads, OwnDevices
 from engines.rough_link import Proxy
 from polyfed.core.errors import RecipeError
 from polyfed.data.sources import Toy
-from polyfed.deploy.device import agent, local_states, tasks
+from polyfed.deploy.device import agent, tasks
 from polyfed.deploy.device.agent import Running
 from polyfed.deploy.device.configuration import node_from
-from polyfed.deploy.device.local_states import KeptProgress, forget_trainings
-from polyfed.deploy.device.store import DeviceStore
+from polyfed.deploy.device.memory import trainings as memory_of_trainings
+from polyfed.deploy.device.memory.store import DeviceStore
+from polyfed.deploy.device.memory.trainings import KeptProgress, forget_trainings
 from polyfed.engines.protocol import RequestId
 from polyfed.laws.checks import Died
 from polyfed.model import ModelSpec, build_model
@@ -203,7 +204,7 @@ def test_a_full_disk_ends_no_training(tmp_path: Path, monkeypatch: pytest.Monkey
 
     with own(tmp_path) as progress:
         progress().keep(0, PART)
-        monkeypatch.setattr(local_states, "save_file", full)
+        monkeypatch.setattr(memory_of_trainings, "save_file", full)
         progress().keep(0, replace(PART, losses=[*PART.losses, torch.tensor(0.1)]))
         found = progress().found(0)
         assert found is not None

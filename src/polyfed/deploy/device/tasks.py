@@ -21,7 +21,7 @@ from typing import Any
 from polyfed.core.errors import BadReply
 from polyfed.core.system.mapping import mapped
 from polyfed.deploy.app_folder import RECIPE
-from polyfed.deploy.device.local_states import forget_answered
+from polyfed.deploy.device.memory.trainings import forget_answered
 from polyfed.deploy.edge.runtime import AtEdge
 from polyfed.deploy.faults import log_problem
 from polyfed.deploy.handlers import Deployed
