@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from core.test_mapping import most_while
 from polyfed.algorithms import ALGORITHMS, Averaging
 from polyfed.algorithms.averaging import Update
 from polyfed.core.errors import Diverged, RecipeError, TooFewReplies
@@ -16,7 +17,8 @@ from polyfed.data import ClientsSpec
 from polyfed.experiment.checks.check import check
 from polyfed.experiment.recipes.settings import EngineSpec
 from polyfed.experiment.running.assembly import assemble
-from polyfed.federation.aggregation import RULES, ServerOptimiser, aggregate
+from polyfed.federation import aggregation
+from polyfed.federation.aggregation import BY_ENTRY, CHUNK, RULES, ServerOptimiser, aggregate
 from polyfed.federation.attack import Attack, cure
 from polyfed.federation.replies import Replies, listed, stacked
 from polyfed.selection import Uniform
@@ -255,3 +257,22 @@ def test_the_cure_depends_on_the_attack() -> None:
     assert "robust rule" in cure(Attack(name="scaling", share=0.2))
     assert "lr" in cure(None)
     assert listed({-1: "not finite"}) == "the server's test: not finite"
+
+
+@pytest.mark.parametrize("num", [4, 7])
+@pytest.mark.parametrize("rule", BY_ENTRY)
+def test_large_replies_are_combined_in_parts_with_the_same_bits(rule: str, num: int, monkeypatch: Any) -> None:
+    shapes = {"a.w": (3, 4 * CHUNK + 5), "a.b": (7,), "a.h": (CHUNK,)}
+    draw = torch.Generator().manual_seed(1)
+    trees = [{name: torch.randn(shape, generator=draw) for name, shape in shapes.items()} for _ in range(num)]
+    trees = [tree | {"a.h": tree["a.h"].half()} for tree in trees]
+    made = {client: Update(tree, torch.tensor(0.5), torch.tensor(3)) for client, tree in enumerate(trees)}
+    weights, server = dict.fromkeys(made, 1.0), ServerOptimiser(aggregate=rule)  # type: ignore[arg-type]
+    replies, found = Replies(list(stacked(dict(made)))), list[Tree]()
+    size = sum(value.nbytes for value in trees[0].values())
+    took = most_while(lambda: found.append(aggregate(replies, "params", weights, trees[0], server)))
+    monkeypatch.setattr(aggregation, "BY_ENTRY", ())
+    whole = aggregate(replies, "params", weights, trees[0], server)
+    assert {*found[0]} == {*whole}
+    assert all(torch.equal(value, whole[name]) and value.dtype == whole[name].dtype for name, value in found[0].items())
+    assert took < num * size, "not even all replies side by side"
