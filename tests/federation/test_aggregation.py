@@ -259,20 +259,27 @@ def test_the_cure_depends_on_the_attack() -> None:
     assert listed({-1: "not finite"}) == "the server's test: not finite"
 
 
+def large_replies(num: int, shapes: dict[str, tuple[int, ...]]) -> tuple[Replies, dict[int, float], Tree]:
+    draw = torch.Generator().manual_seed(1)
+    trees = [{name: torch.randn(shape, generator=draw) for name, shape in shapes.items()} for _ in range(num)]
+    made = {client: Update(tree, torch.tensor(0.5), torch.tensor(3)) for client, tree in enumerate(trees)}
+    return Replies(list(stacked(dict(made)))), dict.fromkeys(made, 1.0), trees[0]
+
+
 @pytest.mark.parametrize("num", [4, 7])
 @pytest.mark.parametrize("rule", BY_ENTRY)
 def test_large_replies_are_combined_in_parts_with_the_same_bits(rule: str, num: int, monkeypatch: Any) -> None:
-    shapes = {"a.w": (3, 4 * CHUNK + 5), "a.b": (7,), "a.h": (CHUNK,)}
-    draw = torch.Generator().manual_seed(1)
-    trees = [{name: torch.randn(shape, generator=draw) for name, shape in shapes.items()} for _ in range(num)]
-    trees = [tree | {"a.h": tree["a.h"].half()} for tree in trees]
-    made = {client: Update(tree, torch.tensor(0.5), torch.tensor(3)) for client, tree in enumerate(trees)}
-    weights, server = dict.fromkeys(made, 1.0), ServerOptimiser(aggregate=rule)  # type: ignore[arg-type]
-    replies, found = Replies(list(stacked(dict(made)))), list[Tree]()
-    size = sum(value.nbytes for value in trees[0].values())
-    took = most_while(lambda: found.append(aggregate(replies, "params", weights, trees[0], server)))
+    replies, weights, centre = large_replies(num, {"a.w": (1, CHUNK + 5), "a.b": (7,)})
+    server = ServerOptimiser(aggregate=rule)  # type: ignore[arg-type]
+    found = aggregate(replies, "params", weights, centre, server)
     monkeypatch.setattr(aggregation, "BY_ENTRY", ())
-    whole = aggregate(replies, "params", weights, trees[0], server)
-    assert {*found[0]} == {*whole}
-    assert all(torch.equal(value, whole[name]) and value.dtype == whole[name].dtype for name, value in found[0].items())
-    assert took < num * size, "not even all replies side by side"
+    whole = aggregate(replies, "params", weights, centre, server)
+    assert {*found} == {*whole}
+    assert all(torch.equal(value, whole[name]) and value.shape == whole[name].shape for name, value in found.items())
+
+
+def test_the_median_of_large_replies_does_not_hold_them_side_by_side() -> None:
+    replies, weights, centre = large_replies(6, {"a.w": (2, 4 * CHUNK)})
+    server = ServerOptimiser(aggregate="median")
+    took = most_while(lambda: aggregate(replies, "params", weights, centre, server))
+    assert took < len(weights) * centre["a.w"].nbytes
