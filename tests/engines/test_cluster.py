@@ -233,6 +233,43 @@ def test_nodes_that_cannot_do_their_part_are_named(nodes: Any, monkeypatch: pyte
         played(on_ray(recipe(algorithm("fedavg")), device="cuda", stack=2))
 
 
+def test_nodes_are_checked_before_the_first_round_also_if_no_request_needs_them(
+    nodes: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = on_ray(recipe(algorithm("fedavg")))
+    monkeypatch.setattr(in_process, "UNIT_FLOPS", 1e12)  # every request stays in this process
+    polyfed.run(made)
+    seen: list[str] = []
+    monkeypatch.setattr(cluster, "STORE_SHARE", 1e-6)
+    with refuses(RecipeError, "engine.cluster: object store"):
+        polyfed.run(made, tmp_path / "run", listeners=[lambda event, **_: seen.append(event)])
+    assert "round-started" not in seen
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_node_that_joins_with_another_version_ends_the_run(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = on_ray(replace(recipe(algorithm("scaffold"), engine="sequential"), rounds=3))
+    asked, third, counts = cluster.Cluster._ask, [], []
+
+    def ask(self: Any, nodes: Any, question: Any, *arguments: Any) -> list[Any]:
+        answers = asked(self, nodes, question, *arguments)
+        counts.append(len(nodes))
+        return [one | {"torch": "2.6.0"} for one in answers] if third else answers
+
+    def listen(event: str, **facts: Any) -> None:
+        if event == "round-finished" and facts["row"]["round"] == 2:
+            third.append(nodes.add_node(**NODE))
+            nodes.wait_for_nodes()
+
+    monkeypatch.setattr(cluster.Cluster, "_ask", ask)
+    try:
+        with refuses(RecipeError, "engine.cluster: has torch 2.6.0"):
+            polyfed.run(made, listeners=[listen])
+    finally:
+        nodes.remove_node(third[0])
+    assert counts == [2, 1], "each node is asked once"
+
+
 def test_a_cluster_without_a_free_core_ends_the_run(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Busy:
         def here(self) -> int:
@@ -340,7 +377,7 @@ def test_a_head_that_has_ended_ends_the_run_within_seconds(monkeypatch: pytest.M
     )
     there._ours, there._head = True, f"127.0.0.1:{port}"
     with refuses(RecipeError, f"engine.cluster: 127.0.0.1:{port}"):
-        there.wait(["job"])
+        there.ended(["job"], wait=True)
     there.kill("actor")  # neither calls Ray
     there.close()
     assert there.lost
