@@ -216,7 +216,7 @@ def test_nodes_that_cannot_do_their_part_are_named(nodes: Any, monkeypatch: pyte
     made = on_ray(recipe(algorithm("fedavg")))
     with monkeypatch.context() as patch:
         patch.setattr(cluster, "STORE_SHARE", 1e-6)
-        with refuses(RecipeError, "object store"):
+        with refuses(RecipeError, "engine.cluster: object store"):
             played(made)
     with monkeypatch.context() as patch:
         own = cluster.facts()
@@ -226,10 +226,10 @@ def test_nodes_that_cannot_do_their_part_are_named(nodes: Any, monkeypatch: pyte
             "_ask",
             lambda *given: [found | {"torch": "2.6.0", "polyfed": ""} for found in asked(*given)],
         )
-        with refuses(RecipeError, "has torch 2.6.0") as refused:
+        with refuses(RecipeError, "engine.cluster: has torch 2.6.0") as refused:
             played(made)
         assert f"has polyfed not, and this machine {own['polyfed']}" in str(refused.value)
-    with refuses(RecipeError, "no node has"):
+    with refuses(RecipeError, "engine.cluster: no node has"):
         played(on_ray(recipe(algorithm("fedavg")), device="cuda", stack=2))
 
 
@@ -247,27 +247,26 @@ def test_nodes_are_checked_before_the_first_round_also_if_no_request_needs_them(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_node_that_joins_with_another_version_ends_the_run(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = on_ray(replace(recipe(algorithm("scaffold"), engine="sequential"), rounds=3))
-    asked, third, counts = cluster.Cluster._ask, [], []
+def test_a_node_that_joins_is_checked_once_and_another_version_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    there, engine = cluster.Cluster(), assemble(recipe(algorithm("fedavg"))).engine
+    own: dict[str, Any] = {"CPU": 1.0, "object_store_memory": 2.0**30}
+    alive = [{"NodeID": name, "NodeManagerAddress": name, "Alive": True, "Resources": own} for name in ("one", "two")]
+    there._ray = SimpleNamespace(nodes=lambda: alive, is_initialized=lambda: True)
+    asked: list[list[str]] = []
 
-    def ask(self: Any, nodes: Any, question: Any, *arguments: Any) -> list[Any]:
-        answers = asked(self, nodes, question, *arguments)
-        counts.append(len(nodes))
-        return [one | {"torch": "2.6.0"} for one in answers] if third else answers
+    def ask(nodes: list[dict[str, Any]], *_: Any) -> list[Any]:
+        asked.append([node["NodeID"] for node in nodes])
+        return [cluster.facts() | ({"torch": "2.6.0"} if node["NodeID"] == "three" else {}) for node in nodes]
 
-    def listen(event: str, **facts: Any) -> None:
-        if event == "round-finished" and facts["row"]["round"] == 2:
-            third.append(nodes.add_node(**NODE))
-            nodes.wait_for_nodes()
-
-    monkeypatch.setattr(cluster.Cluster, "_ask", ask)
-    try:
-        with refuses(RecipeError, "engine.cluster: has torch 2.6.0"):
-            polyfed.run(made, listeners=[listen])
-    finally:
-        nodes.remove_node(third[0])
-    assert counts == [2, 1], "each node is asked once"
+    monkeypatch.setattr(there, "_ask", ask)
+    monkeypatch.setattr(there, "refuse_lost_head", lambda: None)
+    for _ in range(2):
+        there.check(engine, 1, torch.device("cpu"))  # type: ignore[arg-type]
+    alive.append({**alive[0], "NodeID": "three", "NodeManagerAddress": "10.0.0.3"})
+    with refuses(RecipeError, "engine.cluster: has torch 2.6.0") as refused:
+        there.check(engine, 1, torch.device("cpu"))  # type: ignore[arg-type]
+    assert "node 10.0.0.3" in str(refused.value)
+    assert asked == [["one", "two"], ["three"]]
 
 
 def test_a_cluster_without_a_free_core_ends_the_run(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:

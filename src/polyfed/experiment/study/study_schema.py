@@ -89,8 +89,8 @@ class Search:
         sampler_seed: The seed of the sampler.
         batch: The number of trials that the sampler proposes before it sees their scores. These trials can run at the
             same time. The result depends on this number, but not on the number of processes.
-        confirm: With a number above 0, trials run with the first of `seeds` only, and then the best ones, so many at once,
-            with all of them. The choice is the best mean of these. If training diverged with each, the next best follow.
+        confirm: With a number above 0, trials run with the first of `seeds` only, and then the best ones, so many at
+            once, with all of them. The best mean of these is chosen. If training diverged with each, the next follow.
         prune: How trials stop early, by their validation scores at the *rungs*: the rounds `least_rounds`,
             `least_rounds * reduction` and so on. "halving" (successive halving; Jamieson & Talwalkar 2016) keeps one of
             `reduction` trials of a batch at each rung, so every method spends the same number of rounds. "median" stops
