@@ -10,7 +10,7 @@ al., "Measuring the Effects of Non-Identical Data Distribution for Federated Vis
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
@@ -239,8 +239,38 @@ def aggregate(
             mean |= _adapters(full, name, weights, centre, adapters.RULES[server.aggregate], ranks)
         return adapters.with_unsent(mean, sent, centre)
     rule = RULES[server.aggregate]
+    by_entry = server.aggregate in BY_ENTRY
+    found = combined(full, name, weights, centre, lambda group: rule(group, server), by_entry=by_entry)
+    return adapters.with_unsent(found, sent, centre)
+
+
+def combined(
+    replies: Replies,
+    name: str,
+    weights: Mapping[int, float],
+    centre: Mapping[str, Tensor],
+    rule: Callable[[Group], Tensor],
+    only: Collection[str] | None = None,
+    *,
+    by_entry: bool = False,
+) -> Tree:
+    """Combine the trees that one field holds in all replies, block by block, with a rule that gets whole blocks.
+
+    Args:
+        replies: the replies, whose tensors have the shapes of `centre`.
+        name: a field of the message that holds a tree.
+        weights: non-negative weight of each client. Clients with weight 0 do not count.
+        centre: the tree that the clients started from.
+        rule: returns the combined entries (P,) of a group.
+        only: the names of tensors to combine. Default: all.
+        by_entry: whether the rule may get a part of the entries of a block at a time.
+
+    Returns:
+        The combined tree. An integer tensor, such as a counter, becomes the median of the replies.
+    """
     found: Tree = {}
-    for (block, clients), rows in _groups(full, name, weights).items():
+    for (block, clients), every in _groups(replies, name, weights).items():
+        rows = {key: own for key, own in every.items() if only is None or key in only}
         one = {key: own[0] for key, own in rows.items()}
         found |= {k: torch.stack(own).median(0).values for k, own in rows.items() if not one[k].is_floating_point()}
         real = [key for key in rows if one[key].is_floating_point()]
@@ -248,23 +278,22 @@ def aggregate(
             wide = torch.promote_types(one[real[0]].dtype, torch.float32)
             share = torch.tensor([weights[client] for client in clients], dtype=wide, device=one[real[0]].device)
             form = Group(block, torch.empty(0), share / share.sum(), torch.empty(0))
-            if server.aggregate in BY_ENTRY and sum(one[key].numel() for key in real) > CHUNK:
-                found |= {key: _by_chunks(rule, form, rows[key], centre[key], server, wide) for key in real}
+            if by_entry and sum(one[key].numel() for key in real) > CHUNK:
+                found |= {key: _by_chunks(rule, form, rows[key], centre[key], wide) for key in real}
                 continue
             values = torch.cat([torch.stack(rows[key]).flatten(1).to(wide) for key in real], 1)
             start = torch.cat([centre[key].flatten().to(values) for key in real])
-            combined = rule(replace(form, values=values, centre=start), server)
-            pieces = torch.split(combined, [one[key].numel() for key in real])
+            entries = rule(replace(form, values=values, centre=start))
+            pieces = torch.split(entries, [one[key].numel() for key in real])
             found |= {key: piece.view_as(one[key]).to(one[key]) for key, piece in zip(real, pieces, strict=True)}
     return found
 
 
 def _by_chunks(
-    rule: Callable[[Group, ServerOptimiser], Tensor],
+    rule: Callable[[Group], Tensor],
     form: Group,
     rows: Sequence[Tensor],
     centre: Tensor,
-    server: ServerOptimiser,
     wide: torch.dtype,
 ) -> Tensor:
     """Return what a rule of `BY_ENTRY` makes of one tensor, from some of its entries at a time, with the same bits.
@@ -276,12 +305,12 @@ def _by_chunks(
         rows: the tensor of each client.
     """
     flat, start = [row.reshape(-1) for row in rows], centre.reshape(-1)
-    combined = torch.empty_like(flat[0])
+    entries = torch.empty_like(flat[0])
     for place in range(0, start.numel(), CHUNK):
         part = slice(place, place + CHUNK)
         values = torch.stack([row[part] for row in flat]).to(wide)
-        combined[part] = rule(replace(form, values=values, centre=start[part].to(values)), server)
-    return combined.view_as(rows[0])
+        entries[part] = rule(replace(form, values=values, centre=start[part].to(values)))
+    return entries.view_as(rows[0])
 
 
 def _adapters(
