@@ -300,19 +300,10 @@ def of_sites(context: ClientContext, sites: Mapping[str, Compared], rows: Mappin
     """
     objective = context.objective
     found: dict[str, Any] = {"rows": sum(rows[name] for name in sites), "bootstrap": {}}
-    found |= {"clients": len(sites)} if len(sites) > 1 else {}
-    names = [
-        name if targets == 1 else f"{name} of {objective.ranked_name(place, targets, None)}"
-        for name, targets in metrics_compared(context).items()
-        for place in range(targets)
-    ]
-    gaps = {
-        name: paired_means(
-            {site: one.gaps[place].tolist() for site, one in sites.items()}, root=name.partition(" ")[0] == "rmse"
-        )
-        for place, name in enumerate(names)
-    }
-    found |= {"paired": known} if (known := {name: one for name, one in gaps.items() if one}) else {}
+    if (count := sum(rows[name] > 0 for name in sites)) > 1:
+        found["clients"] = count
+    if gaps := _paired(context, sites):
+        found["paired"] = gaps
     cells = {name: [int(number) for number in one.cells.tolist()] for name, one in sites.items() if one.cells.sum()}
     if cells:
         _, first, second, _ = (sum(own[place] for own in cells.values()) for place in range(4))
@@ -329,6 +320,18 @@ def of_sites(context: ClientContext, sites: Mapping[str, Compared], rows: Mappin
                 "rows": round(known[:, 0].sum()), "sites": len(known)
             }  # fmt: skip
     return found | ({"delong_within_sites": tests} if tests else {})
+
+
+def _paired(context: ClientContext, sites: Mapping[str, Compared]) -> dict[str, dict[str, Any]]:
+    """Return `paired_means` of each metric and target of `Compared.gaps` that some rows have."""
+    found, lines = {}, {site: iter(one.gaps.tolist()) for site, one in sites.items()}
+    for metric, targets in metrics_compared(context).items():
+        for place in range(targets):
+            label = context.objective.ranked_name(place, targets, None)
+            told = {site: next(line) for site, line in lines.items()}
+            name = metric if targets == 1 else f"{metric} of {label}"
+            found[name] = paired_means(told, root=metric == "rmse")
+    return {name: one for name, one in found.items() if one}
 
 
 def summary(

@@ -540,8 +540,8 @@ def comparison(first: Assembly, second: Assembly, rows: Rows) -> dict[str, Any]:
         for name in objective.measured(objective.sums(one, _batch(y)))
     }
     if objective.WHOLE:  # a row drawn twice would be a rival of itself
-        mine, theirs = (_rows_of_sites(objective, outputs, y, sites) for outputs in (one, two))
-        metrics = {name: partial(_ratios, mine[name], theirs[name]) for name in mine}
+        first_rows, second_rows = (_rows_of_sites(objective, outputs, y, sites) for outputs in (one, two))
+        metrics = {name: partial(_ratios, first_rows[name], second_rows[name]) for name in first_rows}
     for name, metric in metrics.items():
         pair = paired_bootstrap(len(y), metric, clients=codes)
         if pair is not None:

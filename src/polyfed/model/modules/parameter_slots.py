@@ -187,7 +187,7 @@ class Slots:
                     for key, value in list(holder.items()):
                         if value is None or not value.is_floating_point() or (id(holder), key) in moving:
                             continue
-                        saved.append((holder, key, value))  # type: ignore[arg-type]
+                        saved.append((holder, key, value))
                         holder[key] = made.setdefault(id(value), value.detach().double())
             yield
         finally:
