@@ -354,7 +354,7 @@ TABLE: tuple[Conflict, ...] = (
     Conflict(
         key=("evaluate", "conformal"),
         when=lambda r: r.algorithm.evaluation.conformal != "none" and r.algorithm.aligns_rows,
-        because="a row's score needs the embeddings of all devices of its silo, which have no validation rows in common",
+        because="a row's score needs the embeddings of all devices of its silo, which keep no common validation rows",
         instead="Remove conformal, or choose a method whose clients predict alone",
     ),
     Conflict(
