@@ -282,4 +282,4 @@ def test_the_median_of_large_replies_does_not_hold_them_side_by_side() -> None:
     replies, weights, centre = large_replies(6, {"a.w": (2, 4 * CHUNK)})
     server = ServerOptimiser(aggregate="median")
     took = most_while(lambda: aggregate(replies, "params", weights, centre, server))
-    assert took < len(weights) * centre["a.w"].nbytes
+    assert took < 2 * len(weights) * centre["a.w"].nbytes, "sorting all of them takes five times their size"
