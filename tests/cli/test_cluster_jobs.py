@@ -20,7 +20,8 @@ STUDY = "seeds = [1]\n[methods.fedavg]\n"
 STAND_INS = {
     "scontrol": 'printf "one\\ntwo\\nthree\\n"',
     "hostname": "echo 10.0.0.1 192.168.0.1",
-    "srun": 'echo "srun $* with $SRUN_CPUS_PER_TASK cores" >>"$LOG"\nwhile [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
+    "srun": 'echo "srun $* with $SRUN_CPUS_PER_TASK cores" >>"$LOG"\n'
+    'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
     "ray": 'echo "ray $*" >>"$LOG"; case "$1" in health-check) test "$(grep -c health "$LOG")" -gt 2;; esac',
     "sleep": "true",
     # the other nodes start in the background, and the end of the script ends them
