@@ -74,7 +74,8 @@ def table(setting: Setting, options: argparse.Namespace) -> dict[str, Any]:
     ratios = {f"{ours} / {other}": ratio(found, ours, other) for ours in OURS for other in names if other not in OURS}
     known = {name: value for name, value in ratios.items() if value is not None}
     said = ", ".join(f"{name} {value:.2f}" for name, value in known.items())
-    print(f"{setting.name}: times as fast: {said}", file=sys.stderr, flush=True)  # a measurement that is stopped keeps it
+    # said at once, so that a measurement that is stopped has told what it found
+    print(f"{setting.name}: times as fast: {said}", file=sys.stderr, flush=True)
     return {"programs": rows, "ratios": known}
 
 
