@@ -55,6 +55,11 @@ def test_a_loss_that_falls_is_told_unless_others_rise(group: str) -> None:
     assert still_falls(rounds(falling, **{group: rising})) is None
     assert still_falls(rounds(falling, **{group: rising[::-1]})) is not None
     assert still_falls(rounds(falling[:7])) is None
+    seldom = [{} if place not in (11, 15, 19) else {"loss": value} for place, value in enumerate(rising)]
+    told = [row | {"metrics": {group: own}} for row, own in zip(rounds(falling), seldom, strict=True)]
+    assert still_falls(told) is None, "three evaluations are enough to see a rise"
+    late = np.concatenate([np.linspace(0.6, 0.3, 18), [0.5, 0.55]])
+    assert still_falls(rounds(falling, **{group: late})) is None, "the lowest loss is not the last"
     assert still_falls(rounds(np.where(np.arange(20) == 15, np.nan, falling))) is None
 
 
