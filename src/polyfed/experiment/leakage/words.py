@@ -1,7 +1,7 @@
 """Attack on texts: the token ids that a client's rows contain.
 
-A batch changes only those rows of a table of embeddings that it looks up, so the change lists the words (Melis, Song, De
-Cristofaro, Shmatikov, "Exploiting Unintended Feature Leakage in Collaborative Learning", IEEE S&P 2019).
+A batch changes only those rows of a table of embeddings that it looks up, so the change lists the words (Melis, Song,
+De Cristofaro, Shmatikov, "Exploiting Unintended Feature Leakage in Collaborative Learning", IEEE S&P 2019).
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,7 +38,7 @@ def words_present(found: Capture) -> Iterator[Finding]:
                     own[reply.client] = own.get(reply.client, 0) + change
     for target, scores in sums.items():
         truth = {client: _counts(found, target.block, client, len(score)) for client, score in scores.items()}
-        # what all clients or none have, such as most hashes, says nothing of one of them and would hide what the rest does
+        # words that all clients or none have, such as most hashes, say nothing of one client and would hide the others
         holders = torch.stack([counts > 0 for counts in truth.values()]).sum(0)
         telling = (holders > 0) & (holders < len(truth))
         scores = {client: score[telling] for client, score in scores.items()}
@@ -59,7 +59,8 @@ def _table(part: Mapping[str, Tensor], size: int) -> Tensor | None:
     """
     for value in part.values():
         if value.dim() == 2 and len(value) >= size:
-            return value[1:size].double().norm(dim=1)
+            norms: Tensor = value[1:size].double().norm(dim=1)
+            return norms
     return None
 
 
