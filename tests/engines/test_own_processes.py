@@ -99,6 +99,14 @@ class OwnFederation:
         """The words before a command, such as those that run it in a network namespace."""
         return []
 
+    def program(self, name: str) -> list[str]:
+        """What Python runs as the command `polyfed`."""
+        return ["-m", "polyfed"]
+
+    def packages(self, name: str) -> list[Path]:
+        """Where Python finds packages before those that are installed."""
+        return [Path(polyfed.__file__).parents[1]]
+
     def _table(self, number: int, place: Path) -> str:
         with np.load(place / "data.npz", allow_pickle=False) as arrays:
             held = [name for name in arrays.files if name in "ab"]
@@ -113,10 +121,10 @@ class OwnFederation:
             "server": ["server", "credentials", "--host", self.address, "--port", str(self.port)],
             "run": ["submit", "app", "--credentials", "credentials"],
         }.get(name, ["device", f"{name}.toml"])
-        source = str(Path(polyfed.__file__).parents[1])
+        source = os.pathsep.join(map(str, self.packages(name)))
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                [*self.inside(name), sys.executable, "-P", "-m", "polyfed", *words],
+                [*self.inside(name), sys.executable, "-P", *self.program(name), *words],
                 stdout=log,
                 stderr=log,
                 cwd=self.folder,

@@ -1,5 +1,6 @@
 """The image, the compose file and the systemd units in deploy/ keep what docs/operations.md promises of them."""
 
+import json
 import os
 import re
 import shlex
@@ -20,6 +21,7 @@ from polyfed.cli.federation import START
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
+MONITORING = DEPLOY / "monitoring"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 SERVICES = ("server", "device")
 
@@ -206,6 +208,82 @@ def test_systemd_takes_the_unit(path: Path, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     words = ["systemd-analyze", "security", "--offline=true", "--threshold=25", str(copy)]
     assert subprocess.run(words, capture_output=True, check=False).returncode == 0, "exposure above 2.5"
+
+
+def exposition() -> str:
+    """All metrics of a server with jobs in all states, and of a device with tasks of all verdicts."""
+    pytest.importorskip("prometheus_client", reason="the extra polyfed[server] is not installed")
+    from prometheus_client import generate_latest
+
+    from polyfed.deploy.device.monitor import UNKNOWN, DeviceMonitor
+    from polyfed.deploy.server.jobs import STATES
+    from polyfed.deploy.server.monitor import JOB_COUNTS, JOB_NUMBERS, metrics_of
+    from polyfed.engines.protocol import ENROLLED, FAILED, REFUSED, REPLY
+
+    numbers = dict.fromkeys((*JOB_NUMBERS, *JOB_COUNTS, "changed"), 1.0)
+    jobs = [{"id": number, "state": state, **numbers} for number, state in enumerate(STATES)]
+    link = {"nodes": {"registered": 3, "online": 2}, "certificate_ends": 2e9, "jobs": jobs}
+    link |= {"job_states": dict.fromkeys(STATES, 1), "runs": [{"id": "7", "state": "running", "progress": {}}]}
+    device = DeviceMonitor(0, os.memfd_create("contact"))
+    with device.socket:
+        for verdict in (ENROLLED, REPLY, REFUSED, FAILED, UNKNOWN):
+            device.done({"verdict": verdict})
+    return metrics_of(link).decode() + generate_latest(device.registry).decode()
+
+
+def test_every_series_of_the_dashboard_and_the_alerts_exists() -> None:
+    """Metric, labels and values of each selector are those of a sample; each label of a text is one of its series."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    known: dict[str, list[dict[str, str]]] = {"up": [{"job": "polyfed"}]}
+    for family in text_string_to_metric_families(exposition()):
+        for sample in family.samples:
+            known.setdefault(sample.name, []).append({"instance": "", "job": "polyfed"} | sample.labels)
+    for where, expression, text in [*alerts(), *panels()]:
+        assert expression.count("(") == expression.count(")"), where
+        selectors = re.findall(r"\b(up|polyfed_\w+)(?:\{([^}]*)\})?", expression)
+        assert selectors, where
+        told = {"instance"}
+        for name, matchers in selectors:
+            wanted = re.findall(r'(\w+)(=~|=)"([^"]*)"', matchers)
+            fit = [
+                labels
+                for labels in known.get(name, [])
+                if all(value == "$server" or re.fullmatch(value, labels.get(label, "-")) for label, _, value in wanted)
+            ]
+            assert fit, f"{where}: there is no {name}{{{matchers}}}"
+            told |= {label for labels in fit for label in labels}
+        assert set(re.findall(r"(?:\$labels\.|\{\{)(\w+)\}?", text.replace(" ", ""))) <= told, where
+
+
+def alerts() -> list[tuple[str, str, str]]:
+    """The rules: name, expression and text."""
+    found = [rule for group in yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
+    for rule in found:
+        assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}
+        assert re.fullmatch(r"\d+[mh]", rule.get("for", "1h"))
+        assert rule["labels"]["severity"] in ("critical", "warning", "info")
+    assert len({rule["alert"] for rule in found}) == len(found)
+    return [(rule["alert"], rule["expr"], rule["annotations"]["summary"]) for rule in found]
+
+
+def panels() -> list[tuple[str, str, str]]:
+    """The queries of the dashboard: title, expression and legend."""
+    made = json.loads((MONITORING / "dashboard.json").read_text())
+    names = {variable["name"] for variable in made["templating"]["list"]}
+    assert set(re.findall(r"\$\{?(\w+)", json.dumps(made["panels"]))) == names == {"datasource", "server"}
+    found = made["panels"]
+    assert len({panel["id"] for panel in found}) == len(found)
+    cells = [
+        (x, y)
+        for at in (panel["gridPos"] for panel in found)
+        for x in range(at["x"], at["x"] + at["w"])
+        for y in range(at["y"], at["y"] + at["h"])
+    ]
+    assert len(set(cells)) == len(cells), "no panel covers another"
+    assert max(x for x, _ in cells) < 24
+    queries = [(panel["title"], target["expr"], target["legendFormat"]) for panel in found for target in panel["targets"]]
+    return [*queries, ("server", made["templating"]["list"][1]["query"].partition("(")[2].partition(",")[0], "")]
 
 
 def daemon() -> bool:
