@@ -7,13 +7,11 @@ import json
 import os
 import random
 import signal
-import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -22,7 +20,7 @@ pytest.importorskip("uvicorn", reason="the extra polyfed[server] is not installe
 
 import polyfed
 from engines.test_own_processes import RECIPE, OwnFederation
-from polyfed.core.system.files import AUDIT, PUBLIC_KEY
+from polyfed.core.system.files import PUBLIC_KEY
 from polyfed.deploy import credentials as certificates
 from polyfed.deploy.app_folder import write_app
 from polyfed.deploy.device.store import STORE
@@ -183,9 +181,8 @@ def disturbed(month: Month, chance: random.Random) -> None:
     victims = list(KILLS.elements())
     chance.shuffle(victims)
     upgrades = [("server", DEVICES), ("device-2", ("device-0", "server", "device-1"))]
-    done = 0
-    while done < DISTURBED:
-        month.until(lambda: month.ended() > done, f"job {done + 1}")
+    for number in range(1, DISTURBED + 1):
+        month.until(lambda number=number: month.ended() >= number, f"job {number}")  # type: ignore[misc]
         done = month.ended()
         while victims and done >= DISTURBED * (KILLS.total() - len(victims)) / KILLS.total():
             time.sleep(chance.uniform(0.0, 1.5))
@@ -244,7 +241,7 @@ def check_ledgers(month: Month, jobs: list[Job]) -> None:
 def check_growth(start: dict[str, int], end: dict[str, int], jobs: int) -> None:
     """Each part of the disk has grown by at most so much a job."""
     grown = {name: end[name] - start[name] for name in GROWTH}
-    print(f"bytes at the start {start}, a job {({name: bytes // jobs for name, bytes in grown.items()})}")
+    print(f"bytes at the start {start}, a job { ({name: bytes // jobs for name, bytes in grown.items()}) }")
     assert not [(name, bytes) for name, bytes in grown.items() if bytes > GROWTH[name] * jobs + SLACK]
 
 
@@ -254,6 +251,11 @@ def check_memory(before: dict[str, tuple[psutil.Process, int, int]]) -> None:
     for name, (one, memory, files) in before.items():
         with suppress(psutil.NoSuchProcess):  # a process of tasks that has rested
             grown[name] = one.memory_info().rss - memory, one.num_fds() - files, memory
-    print({name: f"{more / 1e6:+.2f} of {memory / 1e6:.0f} MB, {files:+d} files" for name, (more, files, memory) in grown.items()})
+    print(
+        {
+            name: f"{more / 1e6:+.2f} of {memory / 1e6:.0f} MB, {files:+d} files"
+            for name, (more, files, memory) in grown.items()
+        }
+    )
     assert {"server", *DEVICES} <= grown.keys()
     assert not [name for name, (more, files, _) in grown.items() if more > MEMORY or files > FILES]

@@ -258,7 +258,9 @@ def test_every_series_of_the_dashboard_and_the_alerts_exists() -> None:
 
 def alerts() -> list[tuple[str, str, str]]:
     """The rules: name, expression and text."""
-    found = [rule for group in yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
+    found = [
+        rule for group in yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"] for rule in group["rules"]
+    ]
     for rule in found:
         assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}
         assert re.fullmatch(r"\d+[mh]", rule.get("for", "1h"))
@@ -282,7 +284,9 @@ def panels() -> list[tuple[str, str, str]]:
     ]
     assert len(set(cells)) == len(cells), "no panel covers another"
     assert max(x for x, _ in cells) < 24
-    queries = [(panel["title"], target["expr"], target["legendFormat"]) for panel in found for target in panel["targets"]]
+    queries = [
+        (panel["title"], target["expr"], target["legendFormat"]) for panel in found for target in panel["targets"]
+    ]
     return [*queries, ("server", made["templating"]["list"][1]["query"].partition("(")[2].partition(",")[0], "")]
 
 

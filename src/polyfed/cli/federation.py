@@ -379,6 +379,32 @@ def device_join(
     answer(facts, *lines, f"the key stays here. Start the device: {facts['start']}", as_json=as_json)
 
 
+@devices.command("renew")
+def device_renew(
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE.toml", help="That of `polyfed device` or `polyfed edge`.", show_default=False),
+    ],
+    client: Annotated[
+        int | None, typer.Option(metavar="N", help="Only this device. [default: all of the file]", show_default=False)
+    ] = None,
+    key: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The key, if FILE.toml names a copy of it.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Replace the key of a device by a new one, while the device runs. The old key holds until the new one is used."""
+    from polyfed import deploy
+
+    with deploy.needing_extra("a device"):
+        from polyfed.deploy.device import joining
+    made = joining.renew(file, client, key)
+    facts = [{"client": one.client, "key": str(one.key), "before": one.before, "now": one.now} for one in made]
+    lines = (f"client {one.client}: {one.now} has replaced {one.before}, which ended; {one.key}" for one in made)
+    answer({"renewed": facts}, *lines, as_json=as_json)
+
+
 def _agrees(proposal: "Proposal", *, yes: bool, quiet: bool) -> bool:
     """Show what would leave the device, and return whether its owner says yes."""
     from polyfed.cli.printing.deployment import proposal_parts

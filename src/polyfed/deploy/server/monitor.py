@@ -112,8 +112,9 @@ def status_of(link: Facts, statuses: Path) -> dict[str, Any]:
 
     Args:
         link: `nodes`, `away`, `certificate_ends`, `runs` (names of the latest runs), and as far as there are jobs
-            `jobs` (facts of some) and `job_states` (number of jobs in each state) of the server. In the result, each device in `away` has the fingerprint of its `key` and, if it has taken part in one of the runs, its
-            number as `client`. Each run has `id`, `state` and `progress`.
+            `jobs` (facts of some) and `job_states` (number of jobs in each state) of the server. In the result, each
+            device in `away` has the fingerprint of its `key` and, if it has taken part in one of the runs, its number
+            as `client`. Each run has `id`, `state` and `progress`.
         statuses: the folder with the statuses of the runs; see `polyfed.deploy.server.run_log`.
     """
     told = {name: read_status(statuses / name) for name in link.get("runs", ())}
