@@ -356,6 +356,10 @@ def device_join(
     ] = "",
     label: Annotated[str, typer.Option(metavar="NAME", help="The array of the labels, if it has another name.")] = "",
     silo: Annotated[int, typer.Option(min=-1, metavar="N", help="Number of the device's silo. -1: none.")] = -1,
+    state: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder for what the device keeps. [default: polyfed-state beside the data]"),
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Join without a question.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -367,7 +371,7 @@ def device_join(
     word = sys.stdin.readline() if token == "-" else token
     policy = None if policy is None else policy.expanduser()
     wanted = joining.Wanted(
-        data.expanduser(), folder.expanduser(), policy, joining.names_in(modalities), label.strip(), silo
+        data.expanduser(), folder.expanduser(), policy, joining.names_in(modalities), label.strip(), silo, state
     )
     made = joining.join(word, wanted, lambda proposal: _agrees(proposal, yes=yes, quiet=as_json))
     if made is None:

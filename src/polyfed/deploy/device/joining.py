@@ -60,6 +60,7 @@ class Wanted:
         modalities: the arrays with which the device takes part; () for those that polyfed finds.
         label: the array of the labels; "" for the one that polyfed finds, if there is one.
         silo: the number of the device's silo, or -1.
+        state: folder in which the device keeps its state; None for the one beside the data.
     """
 
     data: Path
@@ -68,6 +69,7 @@ class Wanted:
     modalities: tuple[str, ...] = ()
     label: str = ""
     silo: int = -1
+    state: Path | None = None
 
     @property
     def written(self) -> tuple[str, ...]:
@@ -353,6 +355,7 @@ def _device_text(wanted: Wanted, node: NodeConfig, address: str, place: Place) -
         f"modalities = {toml_value(list(node.held))}",
         f"policy = {toml_value(policy)}",
         *([f"silo = {wanted.silo}"] if wanted.silo >= 0 else []),
+        *([f"state = {toml_value(_from(wanted.state, folder))}"] if wanted.state is not None else []),
         "",
     ]
     return "\n".join(lines)
