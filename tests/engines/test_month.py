@@ -23,13 +23,13 @@ from engines.test_own_processes import RECIPE, OwnFederation
 from polyfed.core.system.files import PUBLIC_KEY
 from polyfed.deploy import credentials as certificates
 from polyfed.deploy.app_folder import write_app
-from polyfed.deploy.device.store import STORE
+from polyfed.deploy.device.memory.store import STORE
 from polyfed.deploy.server.jobs import FINISHED, JOBS, WAITING, Job, Jobs
 from polyfed.deploy.server.queued_run import enqueue
 from polyfed.deploy.server.run_log import RUNS
 from polyfed.experiment.certificate import certify, verify_certificate
 from polyfed.experiment.running.lock import LOCK
-from polyfed.privacy.egress.audit_log_verification import verify
+from polyfed.privacy.egress.audit_log.verification import verify
 from polyfed.report import reconcile
 
 DAYS, RENEWED_DAYS = 90 / 86400, 30 / 86400
