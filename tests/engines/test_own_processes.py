@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,9 @@ class OwnFederation:
         """What Python runs as the command `polyfed`."""
         return ["-m", "polyfed"]
 
+    options: Sequence[str] = ()
+    """Further options of `polyfed server`."""
+
     def packages(self, name: str) -> list[Path]:
         """Where Python finds packages before those that are installed."""
         return [Path(polyfed.__file__).parents[1]]
@@ -118,7 +121,7 @@ class OwnFederation:
     def start(self, name: str) -> "subprocess.Popen[bytes]":
         """Start `server`, `run` or the process of a device."""
         words = {
-            "server": ["server", "credentials", "--host", self.address, "--port", str(self.port)],
+            "server": ["server", "credentials", "--host", self.address, "--port", str(self.port), *self.options],
             "run": ["submit", "app", "--credentials", "credentials"],
         }.get(name, ["device", f"{name}.toml"])
         source = os.pathsep.join(map(str, self.packages(name)))

@@ -10,6 +10,7 @@ import sys
 import tomllib
 from configparser import ConfigParser
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -24,6 +25,17 @@ DEPLOY = ROOT / "deploy"
 MONITORING = DEPLOY / "monitoring"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 SERVICES = ("server", "device")
+RECIPE = """
+[data]
+name = "toy"
+[clients]
+num = 2
+[model.encoders]
+a = { kind = "mlp", hidden = [4] }
+b = { kind = "mlp", hidden = [4] }
+[algorithm]
+name = "fedavg"
+"""
 
 HARDENED = {
     "NoNewPrivileges": "yes",
@@ -162,6 +174,71 @@ def test_a_container_starts_a_command_that_exists(name: str) -> None:
     if name == "device":
         assert "/etc/polyfed/device.toml" in service["command"]
         assert [volume for volume in map(replaced, service["volumes"]) if volume == "/etc/polyfed:/etc/polyfed:ro"]
+
+
+def commands_of(heading: str) -> list[list[str]]:
+    """The words of the commands under a heading of docs/operations.md."""
+    page = (ROOT / "docs" / "operations.md").read_text()
+    part = page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    blocks = re.findall(r"^```\n(.*?)^```", part, re.MULTILINE | re.DOTALL)
+    return [words for block in blocks for line in block.splitlines() if (words := shlex.split(line, comments=True))]
+
+
+def test_the_containers_commands_make_a_server_and_a_device_that_starts(tmp_path: Path, capsys: Any) -> None:
+    """They run here without containers: the paths inside of these are folders of the test, as the mounts say."""
+    pytest.importorskip("uvicorn", reason="the extra polyfed[server] is not installed")
+    import numpy as np
+
+    from polyfed.cli import main
+    from polyfed.deploy.device.device_file import device_file
+    from polyfed.deploy.processes import free_ports
+    from polyfed.transport.hub import HubServer
+
+    places = {"/var/lib/polyfed": "volume", "/recipes": "recipes", "/data": "data", "/join": "config"}
+    for name in places.values():
+        (tmp_path / name).mkdir()
+    (tmp_path / "recipes" / "recipe.toml").write_text(RECIPE)
+    values = np.zeros((12, 3), dtype=np.float32)
+    np.savez(tmp_path / "data" / "mine.npz", a=values, label=np.arange(12) % 2)
+
+    def runs(words: list[str]) -> str:
+        for inside, outside in places.items():
+            words = [re.sub(rf"^{inside}(?=/|$)", str(tmp_path / outside), word) for word in words]
+        with pytest.raises(SystemExit) as end:
+            main(words)
+        assert not end.value.code, words
+        return str(capsys.readouterr().out)
+
+    run = [words for words in commands_of("Containers") if words[:4] == ["docker", "compose", "run", "--rm"]]
+    assert all(words[-2] == "up" for words in commands_of("Containers") if "--profile" in words)
+    (write, start), (join,) = (
+        [words[5:] for words in run if words[4] == "server"],
+        [w for w in run if w[4] != "server"],
+    )
+    volume, service, *join = join[4:][1:]
+    assert (volume, service) == ("/etc/polyfed:/join", "device")
+    assert f"{volume.partition(':')[0]}:/etc/polyfed:ro" in [
+        replaced(one) for one in compose()["services"]["device"]["volumes"]
+    ]
+    runs(write)
+    start = [
+        *(word.replace("server.example.org", "127.0.0.1") for word in start),
+        "--port",
+        str(port := free_ports(1)[0]),
+    ]
+    token, *_ = re.findall(r"polyfed-join-\S+", runs(start))
+    server = HubServer(tmp_path / "volume" / "app-credentials", "127.0.0.1", port)
+    thread = Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        runs([token if word == "TOKEN" else word for word in join] + ["--yes"])
+    finally:
+        server.server.should_exit = True
+        thread.join(20)
+    (tmp_path / "config").rename(tmp_path / "etc")
+    (device,) = device_file(tmp_path / "etc" / "device.toml")["devices"]
+    assert Path(device["key"]).parent == tmp_path / "etc", "it works under another path"
+    assert Path(device["config"]["state"]) == tmp_path / "volume" / "state", "the data are mounted read-only"
 
 
 def test_the_server_publishes_its_two_public_ports_and_a_device_none() -> None:
