@@ -74,13 +74,15 @@ class Month(OwnFederation):
         self.versions = dict.fromkeys(("server", *DEVICES), 1)
         super().__init__(folder, 2)
         self.jobs, self.apps = Jobs(self.credentials), dict[str, Path]()
-        base = RECIPE.format(rounds=2).replace("enrol_seconds = 120.0", "enrol_seconds = 20.0")
+        base = RECIPE.format(rounds=2).replace("enrol_seconds = 120.0", "enrol_seconds = 75.0")
         for method, more in METHODS.items():
             recipe = folder / f"{method}.toml"
             recipe.write_text(base.replace('"scaffold"', f'"{method}"') + more)
             self.apps[method] = write_app(recipe, folder / method)
 
     options = ("--jobs", "2")
+    general = "idle_seconds = 3600\n"  # the import of PyTorch takes long on a busy machine
+    patience = 900.0
 
     def program(self, name: str) -> list[str]:
         return ["-c", SERVER] if name == "server" else super().program(name)
@@ -99,6 +101,13 @@ class Month(OwnFederation):
         self.processes[name].wait(60)
         self.versions[name] += 1
         self.start(name)
+
+    def stop(self) -> None:
+        super().stop()
+        for job in self.jobs.all():
+            if self.jobs.runs(job.id):
+                with suppress(OSError, ValueError):
+                    os.kill(int((self.jobs.place(job.id) / LOCK).read_text()), signal.SIGKILL)
 
     def state(self, number: int) -> Path:
         return self.folder / "nodes" / str(number) / "polyfed-state"

@@ -83,7 +83,7 @@ class OwnFederation:
         self.places, self.credentials = write_nodes(made, folder), folder / "credentials"
         write_credentials(self.credentials, len(self.places), [self.address])
         (self.port,) = free_ports(1)
-        head = f'server = "{self.address}:{self.port}"\nca = "{self.credentials}/ca.pem"\n'
+        head = f'server = "{self.address}:{self.port}"\nca = "{self.credentials}/ca.pem"\n{self.general}'
         tables = [self._table(number, place) + more(number) + "\n" for number, place in enumerate(self.places)]
         self.files = (
             {"devices": head + "".join(tables)}
@@ -94,6 +94,8 @@ class OwnFederation:
             (folder / f"{name}.toml").write_text(text)
 
     address = "127.0.0.1"
+    general = ""
+    """Further lines above the tables of devices."""
 
     def inside(self, name: str) -> list[str]:
         """The words before a command, such as those that run it in a network namespace."""
@@ -102,6 +104,9 @@ class OwnFederation:
     def program(self, name: str) -> list[str]:
         """What Python runs as the command `polyfed`."""
         return ["-m", "polyfed"]
+
+    patience = PATIENCE
+    """Seconds for which `until` waits."""
 
     options: Sequence[str] = ()
     """Further options of `polyfed server`."""
@@ -145,7 +150,7 @@ class OwnFederation:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def until(self, done: Callable[[], bool], what: str) -> None:
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + self.patience
         while not done():
             assert time.monotonic() < end, f"waited for {what}: {[self.log(name)[-2000:] for name in self.processes]}"
             time.sleep(0.05)
