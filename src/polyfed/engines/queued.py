@@ -84,7 +84,7 @@ class QueueTransport(PatientTransport):
 
     @override
     def device_of(self, node: Node) -> str:
-        return str(node)
+        return self.renewed().get(str(node), str(node))
 
     @override
     def rest(self, seconds: float) -> None:
