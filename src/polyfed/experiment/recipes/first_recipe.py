@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -78,12 +78,7 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
         table["test_share"] = source.test_share
     if "standardise" not in table and (uneven := uneven_modalities(columns, columns.rows(TRAIN))):
         table["standardise"] = list(uneven)
-        every = replace(columns, standardise="uneven")
-        others = [m for m in columns.modalities if m not in uneven and asked(every, m)]
-        notes.append(
-            f"{', '.join(uneven)}: features differ in size, so they are shifted and scaled; standardise = false turns "
-            "this off" + (f", and standardise = true also scales {', '.join(others)}" if others else "")
-        )
+        notes.append(_scaled(uneven, columns))
     name = "npz" if isinstance(source, Npz) else "table"
     clients, words = _clients(columns, table, task)
     notes += [words, *_seen(columns)]
@@ -120,6 +115,17 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
     if task is not None:
         prepared(made, columns)
     return Starter(text, tuple(notes))
+
+
+def _scaled(uneven: Sequence[str], columns: Columns) -> str:
+    """Return the line about modalities that are scaled, and about others that could be."""
+    every = replace(columns, standardise="uneven")
+    others = [m for m in columns.modalities if m not in uneven and asked(every, m)]
+    also = f", and standardise = true also scales {', '.join(others)}" if others else ""
+    return (
+        f"{', '.join(uneven)}: features differ in size, so they are shifted and scaled; standardise = false turns this "
+        f"off{also}"
+    )
 
 
 PER_PIXEL = 2.2e-6
