@@ -272,7 +272,9 @@ def test_a_single_target_is_in_the_singular() -> None:
 def test_columns_that_nothing_reads_are_listed(tmp_path: Path) -> None:
     rows = 80
     held = pd.DataFrame({"x": torch.randn(rows).tolist(), "note": "n", "day": "2024-01-01", "id": range(rows)})
-    held.assign(who=[f"p{n % 4}" for n in range(rows)], y=[n % 2 for n in range(rows)]).to_csv(tmp_path / "a.csv")
+    held.assign(who=[f"p{n % 4}" for n in range(rows)], y=[n % 2 for n in range(rows)]).to_csv(
+        tmp_path / "a.csv", index=False
+    )
     table = {"name": "table", "path": str(tmp_path / "a.csv"), "label": "y", "client": "who", "modalities": {"a": "x"}}
     made = parse_recipe(
         {"rounds": 1, "data": table, "clients": {"partition": "by-client"}, "algorithm": {"name": "fedavg"}}
