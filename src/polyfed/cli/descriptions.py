@@ -187,9 +187,8 @@ def init(
     told: dict[str, Any] = {"leave_out": leave_out or (), "overrides": overrides or (), "force": force}
     with called(call):
         notes = init.write_recipe(file, out, columns, init.rules_in(column or ()), task, **told)
-    if not force:  # the printed commands replace the recipe that this one has written
-        plain = command("init", file)
-        notes = tuple(note.replace(plain, f"{plain} --force") for note in notes)
+    plain = command("init", file)  # the next one replaces the recipe that this one has written
+    notes = notes if force else tuple(note.replace(plain, f"{plain} --force") for note in notes)
     lines = [f"guessed: {note}" for note in notes]
     lines.append(f"wrote {out}. Go on with: {command('check', out)}, then {command('run', out)}")
     answer({"recipe": str(out), "guessed": notes}, *lines, as_json=as_json)

@@ -94,13 +94,15 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, given: Given, problems
     told |= {"cures": cures, "whole": whole}
     told |= {"names": {modality: tuple(group) for modality, group in groups.items()}}
     told["origin"] = origin_of(groups, given.label_columns, list(frame.columns))
-    roles = {"label": given.labels, "client": given.clients, "split": given.split, "ids": given.ids}
-    told["called"] = {
-        role: f"the {role} column '{column}'"
-        for role, column in roles.items()
-        if isinstance(column, str) and column in frame.columns
-    }
+    told["called"] = _called(given, frame)
     return Draft(name=name, where=where, **(told | found | facts_of | more))
+
+
+def _called(given: Given, frame: "pd.DataFrame") -> dict[str, str]:
+    """Return what error messages call the columns that give the labels, the clients, the splits and the ids."""
+    roles = {"label": given.labels, "client": given.clients, "split": given.split, "ids": given.ids}
+    held = {role: name for role, name in roles.items() if isinstance(name, str) and name in frame.columns}
+    return {role: f"the {role} column '{name}'" for role, name in held.items()}
 
 
 def origin_of(
