@@ -261,9 +261,9 @@ def test_init_proposes_the_rules_as_a_command_that_works(tmp_path: Path, capsys:
             main(["init", *map(str, words), "--out", str(out)])
         return " ".join(capsys.readouterr())
 
-    asked = f"To read path as images and caption as texts, write polyfed init {table} --column path=image --column "
+    asked = f"To read path as images and caption as texts, write polyfed init {table} --out {out} --column path=image"
     first = said(table)
-    assert asked + "caption=words. If who names the client of a row, add --client who" in first
+    assert asked + " --column caption=words. If who names the client of a row, add --client who" in first
     assert f"polyfed init {table}" in said(tmp_path)
     said(table, "--column", "path=image", "--column", "caption=words", "--client", "who")
     made = load_recipe(out)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from polyfed.core.errors import DataError, RecipeError, did_you_mean
+from polyfed.core.errors import DataError, RecipeError, again, did_you_mean
 from polyfed.core.problems import Problems
 from polyfed.data.column_rules import MOST_WORDS, ColumnRule, suggestion, word_of
 from polyfed.data.reading.values import is_list, is_missing
@@ -235,8 +235,9 @@ class Guess:
     def doubts(self) -> tuple[str, ...]:
         """A warning about columns that may be no inputs, if there are any."""
         told = ", ".join(f"'{column}' {why}" for column, why in self.suspects.items())
-        words = " ".join(shlex.join(["--leave-out", column]) for column in [*self.suspects][:MOST_NAMED])
-        return (f"{MAY_BE_NONE}: {told}. Leave them out (polyfed init: {words})",) if told else ()
+        options = [("--leave-out", column) for column in [*self.suspects][:MOST_NAMED]]
+        words = again(*options, otherwise=f"polyfed init: {' '.join(map(shlex.join, options))}")
+        return (f"{MAY_BE_NONE}: {told}. Leave them out ({words})",) if told else ()
 
     @property
     def rest(self) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from polyfed.core.errors import DataError, PolyfedWarning, counted, did_you_mean
+from polyfed.core.errors import DataError, PolyfedWarning, again, counted, did_you_mean
 from polyfed.core.problems import Problems
 from polyfed.data.column_rules import Feature, feature_of, suggestion
 from polyfed.data.reading.column_guess import (
@@ -94,7 +94,15 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, given: Given, problems
     told |= {"cures": cures, "whole": whole}
     told |= {"names": {modality: tuple(group) for modality, group in groups.items()}}
     told["origin"] = origin_of(groups, given.label_columns, list(frame.columns))
+    told["called"] = _called(given, frame)
     return Draft(name=name, where=where, **(told | found | facts_of | more))
+
+
+def _called(given: Given, frame: "pd.DataFrame") -> dict[str, str]:
+    """Return what error messages call the columns that give the labels, the clients, the splits and the ids."""
+    roles = {"label": given.labels, "client": given.clients, "split": given.split, "ids": given.ids}
+    held = {role: name for role, name in roles.items() if isinstance(name, str) and name in frame.columns}
+    return {role: f"the {role} column '{name}'" for role, name in held.items()}
 
 
 def origin_of(
@@ -464,10 +472,12 @@ def _made_numbers(frame: "pd.DataFrame", column: str) -> str:
 def _cure(cell: Any) -> str:
     """Return how to correct a cell that is no number."""
     if isinstance(cell, str) and "," in cell and WRITTEN.fullmatch(cell):
-        told = '[data] decimal = "," (polyfed init: --set data.decimal=,)'
+        told = again(("--set", "data.decimal=,"), otherwise='[data] decimal = "," (polyfed init: --set data.decimal=,)')
         return f"Write decimal points, or read the decimal commas of a text file with {told}"
     if isinstance(cell, str) and cell.strip().lower() in FOR_EMPTY:
-        return f"If it stands for an empty cell, leave the cell empty, or write [data] empty = [{json.dumps(cell)}]"
+        listed = json.dumps([cell])
+        told = again(("--set", f"data.empty={listed}"), otherwise=f"[data] empty = {listed}")
+        return f"If it stands for an empty cell, leave the cell empty, or write {told}"
     return "Give numbers only"
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typing_extensions import override
 
-from polyfed.core.errors import DataError, PolyfedWarning, RecipeError, require
+from polyfed.core.errors import DataError, PolyfedWarning, RecipeError, again, require
 from polyfed.core.option_checks import BELOW_ONE, check_ranges
 from polyfed.core.problems import Problems
 from polyfed.core.system.json_and_toml import toml_value
@@ -438,9 +438,10 @@ def _written(path: Path) -> str:
     """Return the end of an error text: how a file is written, for a recipe, for `polyfed init` and in Python."""
     found = guessed_dialect(path) or {"encoding": "cp1252"}
     lines = "; ".join(f"{name} = {toml_value(value)}" for name, value in found.items())
-    words = [word for name, value in found.items() for word in ("--set", f"data.{name}={toml_value(value)}")]
+    options = [("--set", f"data.{name}={toml_value(value)}") for name, value in found.items()]
     python = ", ".join(f"{name}={value!r}" for name, value in found.items())
-    return f"[data] {lines} (polyfed init: add {shlex.join(words)}; in Python: {python})"
+    words = " ".join(map(shlex.join, options))
+    return again(*options, otherwise=f"[data] {lines} (polyfed init: add {words}; in Python: {python})")
 
 
 def _cells(path: Path, dialect: Dialect, header: Sequence[str], words: Mapping[str, bool]) -> "pd.DataFrame":
