@@ -9,7 +9,6 @@ import pandas as pd
 import pytest
 
 pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
-pillow = pytest.importorskip("PIL.Image", reason="the extra polyfed[image] is not installed")
 
 import polyfed
 from engines.direct import over
@@ -22,6 +21,8 @@ from polyfed.deploy.server.server import finished, serve
 from polyfed.experiment.recipes.recipe import load_recipe
 from polyfed.experiment.running.loop import execute
 from refusals import refuses
+
+pillow = pytest.importorskip("PIL.Image", reason="the extra polyfed[image] is not installed")
 
 RECIPE = """
 seed = 3

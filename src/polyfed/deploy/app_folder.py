@@ -140,7 +140,9 @@ def _check(recipe: Recipe, warn: Callable[[str], None]) -> None:
     """
     placed(recipe)
     if expected(recipe) == 1 and not _says_devices(recipe):
-        warn("neither [deployment] nodes nor [clients] num says how many devices there are, so the server waits for one")
+        warn(
+            "neither [deployment] nodes nor [clients] num says how many devices there are, so the server waits for one"
+        )
     for name, path in recipe.model.classes().items():
         user_classes.found(f"[model] {name}", path, nn.Module)
     for encoder in recipe.model.encoders.values():
@@ -273,9 +275,7 @@ def _policy_for(recipe: Recipe) -> str:
     return head + tomli_w.dumps({"egress": rules} | ({"allow": used} if used else {}))
 
 
-def device_tables(
-    recipe: Recipe, places: Sequence[Path], population: Population | None = None
-) -> list[dict[str, Any]]:
+def device_tables(recipe: Recipe, places: Sequence[Path], population: Population | None = None) -> list[dict[str, Any]]:
     """Return the table [[device]] for each folder of `write_nodes`, without its key; see `NodeConfig`."""
     population = population or population_of(recipe)
     tables: list[dict[str, Any]] = []

@@ -118,9 +118,7 @@ def _scores(result: dict[str, Any], head: Headline) -> Iterator[tuple[str, str]]
             yield from _subsets(personal, own, head, f"personal {head.title}")
 
 
-def _subsets(
-    reached: dict[str, float], known: dict[str, Any], head: Headline, title: str
-) -> Iterator[tuple[str, str]]:
+def _subsets(reached: dict[str, float], known: dict[str, Any], head: Headline, title: str) -> Iterator[tuple[str, str]]:
     """The score of each subset of the modalities, or only the worst of them if there are many."""
     names = subsets_in(reached, "")
     if WORST not in reached:
