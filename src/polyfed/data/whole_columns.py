@@ -67,7 +67,7 @@ def read_cells(
         Pixels, uint8 (n, 3, size, size), or ids, int64 (n, length), with zeros for empty cells.
 
     Raises:
-        DataError: cells cannot be read. The message names all of them, or the first `MOST_FAULTS` and how many there are.
+        DataError: cells cannot be read. The message names them, at most `MOST_FAULTS`, and how many more there are.
         RecipeError: Pillow is not installed.
     """
     if rule.kind == "image":

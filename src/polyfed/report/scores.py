@@ -34,6 +34,7 @@ TITLES = {
     "recall5": "recall at 5",
     "recall10": "recall at 10",
     "mrr": "reciprocal rank",
+    "auroc_within_sites": "AUROC within sites",
 }
 """A map from each metric of the server's rows to its heading, in the order of the tables. docs/evaluation.md defines
 the metrics."""
@@ -47,8 +48,10 @@ NUMBERS = {
     "concordance",
     "r2",
     "c_index",
+    "c_index_within_sites",
     "weighted_kappa",
     "mrr",
+    "auroc_within_sites",
 }
 """The metrics that are written as numbers. All other metrics are shares, which are written in percent."""
 
@@ -185,15 +188,22 @@ def sets_words(result: Mapping[str, Any], folder: object) -> str:
         return str(told["refused"])
     size = f"{told['size']:.3g} wide" if "targets" in result else f"{told['size']:.2f} classes"
     own = not result.get("metrics", {}).get("global")
+    rows = "own test row" if own else "test row"
     how = "run.predict_set(x, client=...)" if own else "run.predict_set(x)"
     if folder is not None:
         whose = ("--client", "NAME") if own else ()
         how = command("predict", folder, "FILE", *whose, "--coverage", told["coverage"])
     unseen = "unseen_clients" in result and told["holds"] < told["coverage"]
     why = ", fewer than promised, because no validation row is of these clients" if unseen else ""
+    if least := told.get("least"):
+        why += (
+            f" (but only of {number_of(least['holds'], 'share')} of {counted(least['rows'], 'row')} of class "
+            f"'{least['class']}': the promise is over all rows, and [evaluate] conformal = 'class' gives one for each "
+            "class)"
+        )
     return (
         f"{size} on average; they hold the truth of {number_of(told['holds'], 'share')} of "
-        f"{counted(told['rows'], 'own test row' if own else 'test row')}{why}, by {counted(told['validation_rows'], 'validation row')} at least: "
+        f"{counted(told['rows'], rows)}{why}, by {counted(told['validation_rows'], 'validation row')} at least: "
         f"{how}"
     )
 

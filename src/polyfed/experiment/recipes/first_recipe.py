@@ -14,7 +14,7 @@ import torch
 from polyfed.core.errors import PolyfedWarning
 from polyfed.core.system.json_and_toml import parse_toml, toml_value
 from polyfed.data import Column, Columns
-from polyfed.data.column_scaling import uneven_modalities
+from polyfed.data.column_scaling import asked, uneven_modalities
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
 from polyfed.data.sources.own.npz import Npz
 from polyfed.experiment.recipes.defaults import encoder_for, encoder_text, kind_of, told_of_whole
@@ -78,9 +78,11 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
         table["test_share"] = source.test_share
     if "standardise" not in table and (uneven := uneven_modalities(columns, columns.rows(TRAIN))):
         table["standardise"] = list(uneven)
+        every = replace(columns, standardise="uneven")
+        others = [m for m in columns.modalities if m not in uneven and asked(every, m)]
         notes.append(
             f"{', '.join(uneven)}: features differ in size, so they are shifted and scaled; standardise = false turns "
-            "this off"
+            "this off" + (f", and standardise = true also scales {', '.join(others)}" if others else "")
         )
     name = "npz" if isinstance(source, Npz) else "table"
     clients, words = _clients(columns, table, task)
