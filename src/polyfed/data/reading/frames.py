@@ -256,6 +256,10 @@ def refuse_words(
     return {*rules}
 
 
+FIRST_LINE = "first line"
+"""The entry of a data frame's `attrs` with the line of its row 0, if each row is one line of a text file."""
+
+
 @dataclass(frozen=True)
 class Read:
     """The values of a modality.
@@ -330,7 +334,8 @@ def _whole(frame: "pd.DataFrame", group: Sequence[str], column: str, where: str,
             f"{where}: column '{column}' of the kind '{rule.kind}' is a modality of its own. Name it alone, as in "
             f"modalities = {{ {column} = {json.dumps(column)} }}"
         )
-    values, there = read_cells(rule, frame[column].tolist(), f"{where}: column '{column}'", given.folder)
+    first = frame.attrs.get(FIRST_LINE)
+    values, there = read_cells(rule, frame[column].tolist(), f"{where}: column '{column}'", given.folder, first)
     if not there.any():
         raise DataError(f"{where}: column '{column}' is empty in every row. Leave it out")
     lacking = int((~there).sum())

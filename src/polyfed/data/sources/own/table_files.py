@@ -2,6 +2,7 @@
 
 import codecs
 import csv
+import io
 import json
 import re
 import shlex
@@ -23,7 +24,7 @@ from polyfed.data.columns import Columns, Standardise
 from polyfed.data.reading.array_files import check_expansion, existing
 from polyfed.data.reading.column_guess import guessed
 from polyfed.data.reading.draft import columns_of as checked_columns
-from polyfed.data.reading.frames import drafted
+from polyfed.data.reading.frames import FIRST_LINE, drafted
 from polyfed.data.reading.given import EmptyRows, Given, Partial
 from polyfed.data.reading.values import Layout
 from polyfed.data.sources.base import Facts, Source
@@ -287,6 +288,8 @@ def read(
             header = _header(path, dialect, problems)
             _check_cells(path, len(header), _rows(path))
             frame = _cells(path, dialect, header, words(header))
+            if not dialect.comment and _is_line_by_line(path, len(frame)):
+                frame.attrs[FIRST_LINE] = 2
     except (UnicodeError, LookupError) as error:
         raise DataError(_other_encoding(path, dialect, error)) from None
     except (OSError, ValueError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
@@ -327,6 +330,14 @@ def _rows(path: Path) -> int:
     """Return the number of lines of a file."""
     with path.open("rb") as stream:
         return sum(block.count(b"\n") for block in iter(lambda: stream.read(1 << 20), b"")) + 1
+
+
+def _is_line_by_line(path: Path, rows: int) -> bool:
+    """Return whether each row of a text file is one line, after one line of names."""
+    with path.open("rb") as stream:
+        stream.seek(-1, io.SEEK_END)
+        ended = stream.read() == b"\n"
+    return _rows(path) - ended == rows + 1
 
 
 def _check_cells(path: Path, columns: int, rows: int) -> None:
