@@ -134,7 +134,7 @@ def columns_of(draft: Draft, given: Given, problems: Problems) -> Columns:
     notes += [labels.note] if labels.note else []
     if split is None:
         split = drawn(labels.values, given.test_share, given.seed)
-        notes.append(drawn_note(given.test_share))
+        notes += [drawn_note(given.test_share)] if given.test_share else []
     if given.empty_rows == "leave-out" and (told := bare_rows(present)):
         split = split.masked_fill(~torch.stack(list(present.values())).any(0), LEFT_OUT)
         notes.append(f"{told}; {EMPTY}")

@@ -55,7 +55,8 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, given: Given, problems
     if not len(frame):
         raise DataError(f"{where} has no rows. Check where it comes from")
     given = replace(given, ids=_ids_column(frame, given))
-    clients, split, ids = (_fact(frame, role, given, where, problems) for role in ("clients", "split", "ids"))
+    roles = ("clients", "split", "split_personal", "ids")
+    clients, split, personal, ids = (_fact(frame, role, given, where, problems) for role in roles)
     labels, levels = problems.attempt(lambda: _labels(frame, given, where)) or (None, None)
     groups, notes = _groups(frame, given, where, problems)
     values: dict[str, Any] = {}
@@ -87,7 +88,7 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, given: Given, problems
     if labels is None and given.label_columns and "labels" not in given.optional:
         found["labels"] = np.zeros(len(frame), np.int64)  # the fault is among the problems
     names = given.label_columns if len(given.label_columns) > 1 else levels
-    facts_of: dict[str, Any] = {"clients": clients, "split": split, "class_names": names}
+    facts_of: dict[str, Any] = {"clients": clients, "split": split, "split_personal": personal, "class_names": names}
     facts_of["ids"] = "rows" if ids is None else ids
     faulty = tuple(modality for modality in groups if modality not in values)
     told: dict[str, Any] = {"present": present, "cut": cut, "faulty": faulty, "notes": tuple(notes), "coded": coded}

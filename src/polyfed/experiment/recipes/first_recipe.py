@@ -15,7 +15,8 @@ from polyfed.core.errors import PolyfedWarning
 from polyfed.core.system.json_and_toml import parse_toml, toml_value
 from polyfed.data import Column, Columns
 from polyfed.data.column_scaling import uneven_modalities
-from polyfed.data.columns import TEST, TRAIN, VALIDATION
+from polyfed.data.columns import GUARD, LEFT_OUT, OWN_TEST, TEST, TRAIN, VALIDATION
+from polyfed.data.population.splits import drawn_note
 from polyfed.data.sources.own.npz import Npz
 from polyfed.experiment.recipes.defaults import encoder_for, encoder_text, kind_of, told_of_whole
 from polyfed.experiment.recipes.file_reading import read_file
@@ -74,7 +75,11 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
     doubtful = doubtful_targets(columns) if task is None else ""
     for remark in (*reading.doubts, *([doubtful] if doubtful else [])):
         warn(remark, PolyfedWarning, stacklevel=3)
-    if "split" not in table:
+    marked = columns.split_personal is not None and columns.client is not None
+    if marked and not {"split", "test_share"} & table.keys():
+        columns, table["test_share"] = _as_marked(columns), 0.0
+        notes = [note for note in notes if note != drawn_note(source.test_share)]
+    elif "split" not in table:
         table["test_share"] = source.test_share
     if "standardise" not in table and (uneven := uneven_modalities(columns, columns.rows(TRAIN))):
         table["standardise"] = list(uneven)
@@ -84,7 +89,12 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
         )
     name = "npz" if isinstance(source, Npz) else "table"
     clients, words = _clients(columns, table, task)
-    notes += [words, *_seen(columns)]
+    if marked and clients["partition"] == "by-client":
+        clients = {"partition": "by-client", "personal_test": "split_personal"}
+        notes.append(_told_of_marks(columns, source.split_personal))
+    notes += [words, *(seen := _seen(columns))]
+    if seen and reading.times and not marked and "split" not in table:
+        warn(_overlap(path, reading.times[0], table.get("client", "client")), PolyfedWarning, stacklevel=3)
     found = {m: affordable(column, encoder_for(m, column, 64)) for m, column in columns.modalities.items()}
     encoders = {m: spec for m, (spec, _) in found.items()}
     lacking = {m: int((~there).sum()) for m, there in columns.present.items()}
@@ -110,7 +120,7 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
         "[model.encoders]",
         *(f"{m} = {encoder_text(spec)}  # {kind_of(columns.column(m))}{cost}" for m, (spec, cost) in found.items()),
         "",
-        *_task(columns, task),
+        *_task(columns, task, sets="personal_validation" in clients),
         *REST,
     ]
     text = "\n".join(lines)
@@ -160,17 +170,48 @@ def _has_sets(columns: Columns, task: str | None) -> bool:
     return _has_holes(columns, task) and known in ("classification", "regression") and not marked
 
 
-def _evaluate(columns: Columns, task: str | None) -> list[str]:
+def _evaluate(columns: Columns, task: str | None, sets: bool) -> list[str]:
     """Return the section [evaluate] for rows that lack modalities, empty without such rows."""
     if not _has_holes(columns, task):
         return []
-    sets = 'conformal = "split"  # run.predict_set(x): what holds the truth with 90 %, from personal_validation'
+    line = 'conformal = "split"  # run.predict_set(x): what holds the truth with 90 %, from personal_validation'
     return [
         "[evaluate]",
         'subsets = "all"  # how good the model is if modalities are missing',
-        *[sets] * _has_sets(columns, task),
+        *[line] * sets,
         "",
     ]
+
+
+def _as_marked(columns: Columns) -> Columns:
+    """Return the table with each client's own test rows as test rows, and without guard rows and a drawn test set."""
+    assert columns.split_personal is not None
+    split = columns.split.masked_fill(columns.split == TEST, TRAIN)
+    for mark, code in ((OWN_TEST, TEST), (GUARD, LEFT_OUT)):
+        split = split.masked_fill((columns.split_personal == mark) & (split == TRAIN), code)
+    return replace(columns, split=split)
+
+
+def _told_of_marks(columns: Columns, name: str) -> str:
+    """Return a note about the own test rows and guard rows that the data marks."""
+    codes = columns.split_personal
+    assert codes is not None
+    own, guard = (int((codes == mark).sum()) for mark in (OWN_TEST, GUARD))
+    return (
+        f"'{name}' marks {own:,} test rows of their own clients and {guard:,} guard rows, which are left out "
+        "(personal_test). No other row is drawn at random, so there are no prediction sets"
+    )
+
+
+def _overlap(path: Path, time: str, client: str) -> str:
+    """Return the warning that random test rows may overlap training rows in time."""
+    return (
+        f"'{path}': '{time}' looks like the time of a row, and test rows are drawn at random among the rows of each "
+        f"'{client}' (test_share, as personal_test = 0.2 and personal_validation do). If the rows are windows that "
+        "overlap or follow each other, the score is too high. Mark the test rows in a column split_personal (0 "
+        "training, 1 test, 2 guard row; docs/partitions.md), and init takes them; or test whole clients: [clients] "
+        "test_clients = 0.2 and [data] test_share = 0.0"
+    )
 
 
 def _seen(columns: Columns) -> list[str]:
@@ -186,9 +227,9 @@ def _seen(columns: Columns) -> list[str]:
     ]
 
 
-def _task(columns: Columns, task: str | None) -> list[str]:
+def _task(columns: Columns, task: str | None, *, sets: bool) -> list[str]:
     """Return the sections [task], empty if the labels alone decide the task, and [evaluate]."""
-    rest = _evaluate(columns, task)
+    rest = _evaluate(columns, task, sets)
     label = columns.label.float()
     units = units_of(label, columns.rows(TRAIN)) if (task or looks_like(columns.label)) == "regression" else None
     if units is None or isinstance(units[0], tuple) or isinstance(units[1], tuple):

@@ -91,6 +91,7 @@ class Table(Source):
             needs none.
         client: Column of the natural client of each row: words or whole numbers.
         split: Column of the splits: the words train, test and validation, or their codes 0, 1 and 2.
+        split_personal: Column of the splits within each natural client: 0 train, 1 test, 2 guard row.
         ids: Column of the row ids, distinct whole numbers; by default a column of numbers named `id`, `ids` or `row_id`
             that is in no modality, else, or with "rows", the row numbers.
         relabel: Word of a label -> the class that it means, such as { "yes " = "Yes", no = "No" }.
@@ -117,6 +118,7 @@ class Table(Source):
     label: str | list[str] = "label"
     client: str = "client"
     split: str = "split"
+    split_personal: str = "split_personal"
     ids: str = ""
     relabel: Mapping[str, str] = field(default_factory=dict)
     class_names: tuple[str, ...] = ()
@@ -203,11 +205,17 @@ class Table(Source):
     @property
     def given(self) -> Given:
         """Return the meaning of the columns, and how they are read."""
-        defaults = [("clients", self.client == "client"), ("split", self.split == "split"), ("ids", not self.ids)]
+        defaults = [
+            ("clients", self.client == Table.client),
+            ("split", self.split == Table.split),
+            ("split_personal", self.split_personal == Table.split_personal),
+            ("ids", not self.ids),
+        ]
         return Given(
             labels=self.label,
             clients=self.client,
             split=self.split,
+            split_personal=self.split_personal,
             ids=self.ids,
             modalities=self.modalities,
             partial=self.partial,
