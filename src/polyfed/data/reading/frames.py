@@ -28,7 +28,7 @@ from polyfed.data.reading.column_guess import (
 )
 from polyfed.data.reading.draft import Draft
 from polyfed.data.reading.given import Given, Modalities, Partial
-from polyfed.data.reading.row_facts import as_array, missing, ordered_words
+from polyfed.data.reading.row_facts import as_array, option, ordered_words
 from polyfed.data.reading.values import array_of, is_missing
 from polyfed.data.whole_columns import as_cells, read_cells
 
@@ -94,6 +94,7 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, given: Given, problems
     told: dict[str, Any] = {"present": present, "cut": cut, "faulty": faulty, "notes": tuple(notes), "coded": coded}
     told |= {"cures": cures, "whole": whole}
     told |= {"names": {modality: tuple(group) for modality, group in groups.items()}}
+    told |= {"called": {"label": f"the labels, column '{given.labels}'"}} if isinstance(given.labels, str) else {}
     told["origin"] = origin_of(groups, given.label_columns, list(frame.columns))
     return Draft(name=name, where=where, **(told | found | facts_of | more))
 
@@ -199,7 +200,7 @@ def _labels(frame: "pd.DataFrame", given: Given, where: str) -> tuple[Any, tuple
     if found.dtype.kind == "f" and len(found):
         gone = np.isnan(found)
         if gone.any() and (found[~gone] == np.round(found[~gone])).all():  # whole numbers, except for empty cells
-            raise missing(gone, f"{where}: column '{given.labels}'")
+            found = np.array([None if np.isnan(number) else int(number) for number in found], dtype=object)
     return found, None
 
 
@@ -465,10 +466,9 @@ def _made_numbers(frame: "pd.DataFrame", column: str) -> str:
 def _cure(cell: Any) -> str:
     """Return how to correct a cell that is no number."""
     if isinstance(cell, str) and "," in cell and WRITTEN.fullmatch(cell):
-        told = '[data] decimal = "," (polyfed init: --set data.decimal=,)'
-        return f"Write decimal points, or read the decimal commas of a text file with {told}"
+        return f"Write decimal points, or read the decimal commas of a text file with {option('decimal', ',')}"
     if isinstance(cell, str) and cell.strip().lower() in FOR_EMPTY:
-        return f"If it stands for an empty cell, leave the cell empty, or write [data] empty = [{json.dumps(cell)}]"
+        return f"If it stands for an empty cell, leave the cell empty, or write {option('empty', [cell])}"
     return "Give numbers only"
 
 

@@ -42,7 +42,7 @@ class Given:
         class_names: names of the classes in order of their numbers.
         layout: modality -> axes of a sample, for modalities where the guess is wrong; see `laid_out`.
         partial: what to do with rows of a table that have only some cells of a modality.
-        empty_rows: what to do with rows that lack every modality.
+        empty_rows: what to do with rows that lack every modality, or their class.
         standardise: the modalities to standardise; see `Columns.standardise`.
         test_share: share of every class that becomes the test set, if there is no split.
         seed: seed for drawing that test set.

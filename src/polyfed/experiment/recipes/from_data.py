@@ -49,7 +49,7 @@ class DataOptions(TypedDict, total=False):
             default) for those whose features differ in size.
         columns: column -> how its words, empty cells or dates become numbers, as in {"sex": "one-hot", "age": "mean"}.
         partial: `refuse` or `absent`, for rows of a table that lack some cells of a modality.
-        empty_rows: `refuse` or `leave-out`, for rows that lack every modality.
+        empty_rows: `refuse` or `leave-out`, for rows that lack every modality, or their class.
         separator: for a .csv file: the character between cells; `decimal`, `comment`, `encoding` and `empty` say more
             about how it is written, as the options of the source `table` do.
         test_share: share of every class that becomes the test set, if there is no split.

@@ -103,7 +103,7 @@ class Table(Source):
         layout: Modality -> axes of a sample in lists or pictures, as in the source `npz`.
         partial: A row with only some cells of a modality: "refuse" it, or treat the modality as "absent".
         standardise: As in the source `npz`.
-        empty_rows: A row that lacks every modality: "refuse" it, or "leave-out" (it is counted and named).
+        empty_rows: A row without any modality, or without its class: "refuse" it, or "leave-out" (it is counted).
         test_share: Share of every class that is the test set if there is no column of splits.
         seed: Seed for drawing that test set; the run's own seed has no effect.
         separator: The character between the cells of a .csv file, by default a comma.
@@ -201,6 +201,15 @@ class Table(Source):
         for word in self.relabel:
             require(word in known, "data.relabel", word, ", ".join(sorted(known)[:20]))
         return frame.assign(**{self.label: frame[self.label].map(lambda cell: self.relabel.get(str(cell), cell))})
+
+    def for_other_rows(self) -> "Table":
+        """Return the source of new rows, in which a word of `relabel` may be missing: then its rule has no effect."""
+        if not self.relabel or not isinstance(self.label, str):
+            return self
+        path, label = existing(self.path, "table"), self.label
+        frame = read(path, Problems(), lambda _: {label: True}, self.dialect)
+        words = {str(cell) for cell in frame[label].dropna().unique()} if label in frame.columns else set()
+        return replace(self, relabel={word: name for word, name in self.relabel.items() if word in words})
 
     @property
     def given(self) -> Given:
