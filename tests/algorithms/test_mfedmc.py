@@ -35,12 +35,16 @@ def holed(engine: str, **options: Any) -> Any:
     return replace(made, clients=replace(made.clients, missing_rows={"a": 0.2, "b": 0.4}))
 
 
-def federation(parts: Assembly, ledger: list[dict[str, Any]]) -> blockwise.Federation:
+def federation(
+    parts: Assembly, ledger: list[dict[str, Any]], epochs_of: dict[int, int] | None = None, reply: str = "Offer"
+) -> blockwise.Federation:
+    """The clients for the oracle, with the rows of each step by random stream; `reply` names what a cohort sends."""
+    epochs_of = epochs_of or {0: 2, FUSION_STREAM: 1}
     columns, clients = parts.population.columns, []
     for client in range(len(parts.population.train)):
         rows, held = parts.population.train[client], parts.fed.clients.owned(client)
-        steps: dict[int, list[list[torch.Tensor]]] = {0: [], FUSION_STREAM: []}
-        for stream, epochs in ((0, 2), (FUSION_STREAM, 1)):
+        steps: dict[int, list[list[torch.Tensor]]] = {stream: [] for stream in epochs_of}
+        for stream, epochs in epochs_of.items():
             for round in range(1, parts.recipe.rounds + 1):
                 key = keys.fold_in(keys.fold_in(keys.key(parts.recipe.seed, "client", client, round), ORDER), stream)
                 orders = [keys.permutation(keys.fold_in(key, epoch), len(rows)) for epoch in range(epochs)]
@@ -48,7 +52,7 @@ def federation(parts: Assembly, ledger: list[dict[str, Any]]) -> blockwise.Feder
         x = {m: columns.modalities[m].values[rows].float() for m in held}
         has = {m: present[rows] for m, present in columns.present.items() if m in held}
         clients.append(oracle.Client(x, columns.label[rows], steps, has))
-    sent = {(r["round"], r["client"]) for r in ledger if r["destination"] == "server" and r["message"] == "Offer"}
+    sent = {(r["round"], r["client"]) for r in ledger if r["destination"] == "server" and r["message"] == reply}
     cohorts = [sorted(k for r, k in sent if r == round) for round in range(1, parts.recipe.rounds + 1)]
     return blockwise.Federation(clients, cohorts, TRAIN.lr)  # type: ignore[arg-type]
 

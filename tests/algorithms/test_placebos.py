@@ -35,6 +35,8 @@ CASES = [
     ("vfl", "shuffled"),
     ("fedogm", "constant"),
     ("mfedmc", "random-blocks"),
+    ("fedmchain", "random-phases"),
+    ("fedmchain", "random-clusters"),
     ("pepsy", "shuffled"),
     ("pmcmfl", "random-class"),
     ("pmcmfl", "mean"),

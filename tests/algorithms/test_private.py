@@ -176,8 +176,8 @@ def test_every_averaging_method_keeps_private_blocks_or_says_why_not(name: str) 
     except RecipeError as error:
         assert "replaces" in str(error) or "fedproto" in str(error)  # noqa: PT017
         assert name in (
-            "apfl", "cmsfed", "ditto", "fedmac", "fedmsplit", "fedpmr", "fedproto", "mfedmc", "partialfl", "pepsy",
-            "pfedme", "pmcmfl",
+            "apfl", "cmsfed", "ditto", "fedmac", "fedmchain", "fedmsplit", "fedpmr", "fedproto", "mfedmc", "partialfl",
+            "pepsy", "pfedme", "pmcmfl",
         )  # fmt: skip
         return
     if name == "hfl":

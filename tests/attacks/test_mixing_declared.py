@@ -177,7 +177,7 @@ def test_one_modality_has_no_other_to_reveal() -> None:
 
 DECLARED = {
     "fedavg", "fedprox", "scaffold", "fedmsplit", "fedamp", "pfmml", "local", "moon", "feddyn", "fednova", "ditto",
-    "fedbuff",    "apfl", "pfedme", "fedbn", "fedrep", "lg-fedavg", "fedavg-ft", "fedcouncil",
+    "fedbuff", "fedmchain", "apfl", "pfedme", "fedbn", "fedrep", "lg-fedavg", "fedavg-ft", "fedcouncil",
 }  # fmt: skip
 
 

@@ -103,6 +103,7 @@ STRIKING: dict[tuple[str, str], list[Any]] = {
     ("algorithm", "impact"): [50.0],
     ("algorithm", "recency"): [50.0],
     ("algorithm", "private"): [["b"]],
+    ("algorithm", "order"): [["b"]],
 }
 """Values that show where the first value that fits the type would not, such as a limit that nobody reaches."""
 

@@ -59,6 +59,7 @@ ROWS: dict[str, Row] = {
     "fedogm": Row({"scale_params": "all_weights"}),
     "fedpmr": Row({"per": True}),
     "mfedmc": Row({"uploads": 1, "client_share": 0.6}),
+    "fedmchain": Row({"agreement": 0.3}),
     "fedmac": Row(),
     "pepsy": Row({"join": 0.999, "eta": 1.0}, egress=PROFILES),
     "pmcmfl": Row({"contrast": 0.1}, PROTOTYPES),

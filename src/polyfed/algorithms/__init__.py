@@ -33,6 +33,7 @@ from polyfed.algorithms.knowledge.fedgkt import FedGKT, ServerOnTop
 from polyfed.algorithms.knowledge.fedproto import FedProto, NearestPrototype
 from polyfed.algorithms.local import Local
 from polyfed.algorithms.modalities.fedmac import FedMac
+from polyfed.algorithms.modalities.fedmchain import FedMChain
 from polyfed.algorithms.modalities.fedmsplit import FedMSplit
 from polyfed.algorithms.modalities.fedogm import FedOgm
 from polyfed.algorithms.modalities.fedpmr import FedPmr
@@ -87,6 +88,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedogm": FedOgm,
     "fedpmr": FedPmr,
     "mfedmc": MFedMC,
+    "fedmchain": FedMChain,
     "fedmac": FedMac,
     "pepsy": Pepsy,
     "pmcmfl": PmcmFL,

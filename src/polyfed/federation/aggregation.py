@@ -10,7 +10,7 @@ al., "Measuring the Effects of Non-Identical Data Distribution for Federated Vis
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -236,8 +236,34 @@ def aggregate(
             mean |= _adapters(full, name, weights, centre, adapters.RULES[server.aggregate], ranks)
         return adapters.with_unsent(mean, sent, centre)
     rule = RULES[server.aggregate]
+    found = combined(full, name, weights, centre, lambda group: rule(group, server))
+    return adapters.with_unsent(found, sent, centre)
+
+
+def combined(
+    replies: Replies,
+    name: str,
+    weights: Mapping[int, float],
+    centre: Mapping[str, Tensor],
+    rule: Callable[[Group], Tensor],
+    only: Collection[str] | None = None,
+) -> Tree:
+    """Combine the trees that one field holds in all replies, block by block, with a rule that gets whole blocks.
+
+    Args:
+        replies: the replies, whose tensors have the shapes of `centre`.
+        name: a field of the message that holds a tree.
+        weights: non-negative weight of each client. Clients with weight 0 do not count.
+        centre: the tree that the clients started from.
+        rule: returns the combined entries (P,) of a group.
+        only: the names of tensors to combine. Default: all.
+
+    Returns:
+        The combined tree. An integer tensor, such as a counter, becomes the median of the replies.
+    """
     found: Tree = {}
-    for (block, clients), stacks in _groups(full, name, weights).items():
+    for (block, clients), all_stacks in _groups(replies, name, weights).items():
+        stacks = {key: stack for key, stack in all_stacks.items() if only is None or key in only}
         one = {key: stack[0] for key, stack in stacks.items()}
         counters = {key: stack.median(0).values for key, stack in stacks.items() if not one[key].is_floating_point()}
         real = [key for key in stacks if key not in counters]
@@ -247,8 +273,8 @@ def aggregate(
             values = torch.cat([stacks[key].flatten(1).to(wide) for key in real], 1)
             share = torch.tensor([weights[client] for client in clients], dtype=wide, device=values.device)
             start = torch.cat([centre[key].flatten().to(values) for key in real])
-            combined = rule(Group(block, values, share / share.sum(), start), server)
-            pieces = torch.split(combined, [one[key].numel() for key in real])
+            entries = rule(Group(block, values, share / share.sum(), start))
+            pieces = torch.split(entries, [one[key].numel() for key in real])
             found |= {key: piece.view_as(one[key]).to(one[key]) for key, piece in zip(real, pieces, strict=True)}
     return found
 
