@@ -68,7 +68,8 @@ def test_no_person_stands_on_both_sides_and_no_row_is_lost(share: float, seed: i
     ("method", "own", "told"), [("ditto", 0.0, True), ("ditto", 0.25, False), ("fedavg", 0.0, False)]
 )
 def test_a_personal_part_that_no_score_tests_is_told(method: str, own: float, told: bool) -> None:
-    given = people(clients={"test_clients": 0.25} | ({"personal_test": own} if own else {}), rounds=1)
+    spec = ClientsSpec(partition="by-client", num=None, test_clients=0.25, personal_test=own or None)
+    given = replace(people(rounds=1), clients=spec)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PolyfedWarning)
         ran = polyfed.run(replace(given, algorithm=ALGORITHMS[method](train=given.algorithm.train)))
