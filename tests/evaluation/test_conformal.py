@@ -354,7 +354,7 @@ def test_coverage_that_the_rows_cannot_promise_is_refused_with_the_number_needed
         ({"evaluate": {"conformal": "mondrian"}}, "evaluate.conformal: must be"),
         (
             {"algorithm": {"name": "hfm"}, "clients": {"partition": "silos"}},
-            "evaluate.conformal: silo predict",
+            "evaluate.conformal: embeddings",
         ),
         (
             {"evaluate": {"conformal": "split", "shrinkage": True}, "data": {"name": "toy", "shapes": {"a": [4]}}},

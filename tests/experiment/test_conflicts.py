@@ -190,10 +190,6 @@ CASES: list[tuple[tuple[str, str, str], Callable[[], Recipe]]] = [
     (("hfm", "train.steps", ""), of("vfl", train={"steps": 3})),
     (("fedcouncil", "evaluate.conformal", ""), of("fedcouncil", evaluate={"conformal": "split"})),
     (("evaluate", "secure_aggregation", ""), of("evaluate", secure_aggregation={})),
-    (
-        ("evaluate", "algorithm.against", "a [task] other than classification, ordinal and multi-label"),
-        of("evaluate", algorithm={"against": "other"}, task={"name": "regression"}),
-    ),
 ]
 
 

@@ -25,6 +25,7 @@ from polyfed.evaluation.site_scores import (
     compared,
     flaw_of,
     flaw_of_two,
+    metrics_compared,
     of_sites,
     site_scores,
     summary,
@@ -32,7 +33,7 @@ from polyfed.evaluation.site_scores import (
 from polyfed.federation.client_registry import TEST, VALIDATION
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
-from polyfed.objective import Classification, MultiLabel, Objective, Ordinal
+from polyfed.objective import Objective
 from polyfed.training import ClientData
 
 SERVER = "server"
@@ -63,8 +64,8 @@ class Evaluate(Algorithm):
         groups: column -> values: scores of the rows with each value too. The column is an array of the data, such as
             `sex = ["F", "M"]`. A device shows a group only if its policy allows the column (`[allow] groups`) and the
             group has `[limits] min_group` rows.
-        against: a second model, as in `[model] init`: sites count on how many rows both, one or none is right, and
-            compute the AUROCs of both with DeLong's variance of their difference.
+        against: a second model, as in `[model] init`: sites count on how many rows both, one or none is right, add up
+            the rows' errors of both, and compute their AUROCs with DeLong's variance of the difference.
     """
 
     mixing: ClassVar[str] = ""
@@ -75,17 +76,6 @@ class Evaluate(Algorithm):
             when=lambda recipe: recipe.algorithm.secure_aggregation is not None,
             because="an evaluation job reports each site, and the server would read only sums",
             instead="Remove the section, or read the pooled scores of [evaluate] personal in a run",
-        ),
-        Conflict(
-            key=("algorithm", "against"),
-            when=lambda recipe: (
-                bool(recipe.algorithm.against)
-                and recipe.task is not None
-                and not isinstance(recipe.task, Classification | Ordinal | MultiLabel)
-            ),
-            beside="a [task] other than classification, ordinal and multi-label",
-            because="clients count right answers and compute AUROCs, and other comparisons need single rows' answers",
-            instead="Evaluate each model with a job of its own, or both on a file: polyfed evaluate A B --data FILE",
         ),
     )
 
@@ -142,10 +132,11 @@ class Evaluate(Algorithm):
         if not state.against:
             return EvaluationState(state.params, sites)
         both, labels = TwoModels(state.params, state.against), _ranked_labels(fed.context)
+        parts = sum(metrics_compared(fed.context).values())
         rows = replies.numbers("num_rows")
 
         def wrong(client: int, reply: Compared) -> str:
-            return flaw_of_two(objective, reply, rows[client], labels)
+            return flaw_of_two(objective, reply, rows[client], labels, parts)
 
         answers = fed.ask(self.compare, [*replies], both, held_out=self.rows, accept=wrong)
         compared = {_name_of(client): reply for client, reply in sorted(answers.items())}
@@ -165,7 +156,8 @@ class Evaluate(Algorithm):
         if not state.compared:
             return {"evaluation": found}
         rows = {name: int(one.num_rows) for name, one in state.sites.items()}
-        return {"evaluation": found | {"comparison": of_sites(fed.context.objective, state.compared, rows)}}
+        compared = of_sites(fed.context, state.compared, rows)
+        return {"evaluation": found | {"comparison": compared}}
 
     @task(loop_because="the number of rows decides which classes and groups it shows")
     def measure(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[SiteScores, Tree]:

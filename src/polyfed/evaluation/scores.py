@@ -28,6 +28,7 @@ from polyfed.model.fusion import masked
 from polyfed.objective import Objective
 from polyfed.objective.report import moments
 from polyfed.training import ClientData
+from polyfed.training.client_data import FOLD_BATCH
 from polyfed.training.prototypes import Prototypes
 
 
@@ -301,12 +302,14 @@ ALL, PARTS, CLUSTERS = "all modalities", "parts of the rows", "parts of the clie
 """Keys of the sums from all modalities and of the parts, next to single modalities, whose names have no space."""
 
 
-def all_rows(data: ClientData, function: Callable[[Batch], Tensor]) -> tuple[Tensor, Batch] | None:
+def all_rows(
+    data: ClientData, function: Callable[[Batch], Tensor], batch_size: int = FOLD_BATCH
+) -> tuple[Tensor, Batch] | None:
     """Return the outputs for all rows of a client dataset, and one batch of all rows, with labels but without inputs.
 
     The result is None if there are no rows. This function runs under vmap.
     """
-    found = data.collect(lambda batch: {"outputs": function(batch), "y": batch.y})
+    found = data.collect(lambda batch: {"outputs": function(batch), "y": batch.y}, batch_size=batch_size)
     if not found:
         return None
     rows = torch.arange(len(found["y"]), device=found["y"].device)

@@ -5,8 +5,8 @@ instead of the rows.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -168,6 +168,43 @@ def paired_shares(both: int, first_only: int, second_only: int, none: int) -> Di
     ends = (max(middle - half, -1.0), min(middle + half, 1.0))
     p = disagreement(first_only, second_only).p
     return Difference((both + first_only) / n, (both + second_only) / n, *ends, p)
+
+
+def paired_means(sites: Mapping[str, Sequence[float]], *, root: bool = False) -> dict[str, Any]:
+    """Compare two models in a metric that is a ratio of sums over rows; empty without rows.
+
+    The interval over rows is that of the linear part of the difference (the delta method). With several sites, `low`
+    and `high` are over sites: the jackknife that leaves out one site, with Student's t. They are the interval of the
+    difference for other sites like these.
+
+    Args:
+        sites: the name of a site -> the `moments` of its rows: of the denominator and of both numerators, (13,).
+        root: whether the metric is the root of the ratio, as the RMSE.
+    """
+    each = {site: np.array(told) for site, told in sites.items() if told[1] > 0}
+    if not each:
+        return {}
+    own = {site: _of_moments(told, root) for site, told in each.items()}
+    total = np.sum(list(each.values()), axis=0)
+    found = asdict(pooled := _of_moments(total, root)) | {"rows": round(total[0])}
+    if len(each) < 2:
+        return found
+    left = np.array([one.first - one.second for one in (_of_moments(total - told, root) for told in each.values())])
+    spread = (len(left) - 1) / len(left) * float(np.square(left - left.mean()).sum())
+    over = _of_areas((pooled.first, pooled.second), spread, stats.t(len(left) - 1))
+    found |= asdict(over) | {"clients": len(each), "low_by_rows": pooled.low, "high_by_rows": pooled.high}
+    return found | {"by_site": {site: asdict(one) | {"rows": round(each[site][0])} for site, one in own.items()}}
+
+
+def _of_moments(told: Floats, root: bool) -> Difference:
+    """Return the difference of two ratios (or of their roots) of sums, with its interval over rows."""
+    rows, (below, *above), products = float(told[0]), told[1:4], told[4:].reshape(3, 3)
+    ratios = np.array(above) / below
+    values = np.sqrt(ratios) if root else ratios
+    slopes = 0.5 / np.where(values > 0, values, np.inf) if root else np.ones(2)
+    change = np.array([-(slopes * ratios) @ [1, -1], slopes[0], -slopes[1]]) / below
+    spread = max(float(change @ products @ change), 0.0) * rows / max(rows - 1, 1)
+    return _of_areas((float(values[0]), float(values[1])), spread)
 
 
 def paired_bootstrap(

@@ -33,7 +33,7 @@ from polyfed.data.row_groups import group_codes, values_of
 from polyfed.data.sources.own.npz import Npz
 from polyfed.data.sources.own.table_files import Table, read, word_columns
 from polyfed.evaluation.scores import Evaluation as EvaluationSpec
-from polyfed.evaluation.scores import all_rows
+from polyfed.evaluation.site_scores import exact_outputs
 from polyfed.evaluation.subsets import lacking, patterns_of
 from polyfed.evaluation.two_models import Floats, delong, mcnemar, paired_bootstrap
 from polyfed.experiment.recipes.defaults import scaled
@@ -532,13 +532,19 @@ def comparison(first: Assembly, second: Assembly, rows: Rows) -> dict[str, Any]:
         Each is there if the task has it.
     """
     objective = first.fed.context.objective
-    (one, y, clients), (two, _, _) = (outputs_of(parts, rows) for parts in (first, second))
+    (one, y, clients, sites), (two, *_) = (outputs_of(parts, rows) for parts in (first, second))
     codes = clients.numpy() if 1 < len(torch.unique(clients)) < len(clients) else None
     found: dict[str, Any] = {"rows": len(y), "bootstrap": {}}
     found |= {} if codes is None else {"clients": len(np.unique(codes))}
-    names = objective.measured(objective.sums(one, _batch(y))).keys()
-    for name in names:
-        pair = paired_bootstrap(len(y), partial(_pair, objective, one, two, y, name), clients=codes)
+    metrics = {
+        name: partial(_pair, objective, one, two, y, name)
+        for name in objective.measured(objective.sums(one, _batch(y)))
+    }
+    if objective.WHOLE:  # a row drawn twice would be a rival of itself
+        first_rows, second_rows = (_rows_of_sites(objective, outputs, y, sites) for outputs in (one, two))
+        metrics = {name: partial(_ratios, first_rows[name], second_rows[name]) for name in first_rows}
+    for name, metric in metrics.items():
+        pair = paired_bootstrap(len(y), metric, clients=codes)
         if pair is not None:
             found["bootstrap"][name] = dataclasses.asdict(pair)
     if isinstance(objective, Classification | Ordinal):
@@ -564,6 +570,24 @@ def _pair(
     return None if None in found else (found[0], found[1])  # type: ignore[return-value]
 
 
+def _rows_of_sites(objective: Objective, outputs: Tensor, y: Tensor, sites: Tensor) -> dict[str, Tensor]:
+    """Return the objective's `row_metrics`, (n, 2, T), in which a row is compared with the rows of its own site."""
+    found: dict[str, Tensor] = {}
+    for site in torch.unique(sites):
+        here = (sites == site).nonzero()[:, 0]
+        for name, parts in objective.row_metrics(outputs[here], _batch(y[here])).items():
+            found.setdefault(name, torch.zeros(len(y), *parts.shape[1:], dtype=torch.float64))[here] = parts
+    return found
+
+
+def _ratios(mine: Tensor, theirs: Tensor, drawn: Any) -> tuple[float, float] | None:
+    """Return the mean over targets of the ratio of two sums over some rows, for both models."""
+    sums = [parts[torch.from_numpy(drawn)].sum(0) for parts in (mine, theirs)]
+    if not bool((sums[0][1] > 0).all()):
+        return None
+    return float((sums[0][0] / sums[0][1]).mean()), float((sums[1][0] / sums[1][1]).mean())
+
+
 def _binary(
     objective: Objective, one: Tensor, two: Tensor, y: Tensor, names: Sequence[str] | None
 ) -> dict[str, tuple[Any, Floats, Floats, Any]]:
@@ -581,15 +605,15 @@ def _binary(
     return found
 
 
-def outputs_of(parts: Assembly, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the model's outputs for all rows of an evaluation job, client after client, their labels and clients.
+def outputs_of(parts: Assembly, rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the model's outputs for all rows of an evaluation job, site after site, their labels, clients and sites.
 
-    Their clients are the natural clients of the table, or else those of the population.
+    Their clients are the natural clients of the table, or else the sites: the clients of the population.
     """
     engine, context = parts.engine, parts.fed.context
     own = engine.registry.tested if rows == "test" else engine.registry.validated
     clients: list[int] = list(own) or list(parts.fed.evaluation_clients)[:1]
-    outputs, labels, codes = [], [], []
+    outputs, labels, codes, sites = [], [], [], []
     natural = parts.population.columns.client
     for client in clients:
         index = engine.own_rows(client, rows) if client >= 0 else engine.rows(client)
@@ -603,13 +627,14 @@ def outputs_of(parts: Assembly, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
             1,
             torch.zeros(0, dtype=torch.int64),
         )
-        found = all_rows(view, lambda batch: context.objective.outputs(parts.model, parts.initial, batch))
+        found = exact_outputs(parts.model, context.objective, parts.initial, view)
         if found is not None:
-            outputs.append(found[0].cpu())
-            labels.append(found[1].y.cpu())
-            codes.append(torch.full((len(index),), max(client, 0)) if natural is None else natural.cpu()[index.cpu()])
+            outputs.append(found[0])
+            labels.append(found[1])
+            sites.append(torch.full((len(index),), max(client, 0)))
+            codes.append(sites[-1] if natural is None else natural.cpu()[index.cpu()])
     numbers = torch.unique(torch.cat(codes), return_inverse=True)[1]
-    return torch.cat(outputs), torch.cat(labels), numbers
+    return torch.cat(outputs), torch.cat(labels), numbers, torch.cat(sites)
 
 
 def write(found: Evaluation, folder: Path) -> Path:

@@ -238,6 +238,16 @@ class Model:
         finally:
             self._lower = before
 
+    @contextmanager
+    def in_float64(self, w: Mapping[str, Tensor]) -> Iterator[Tree]:
+        """Let the model compute in float64 inside the `with` block, and yield `w` in float64 for it.
+
+        Batches must hold float64 samples too. A user's module that makes float32 tensors itself may raise an error.
+        """
+        self._slots.place(next(iter(w.values())).device if w else self._slots.device)
+        with self._slots.constants_in_float64():
+            yield {name: value.double() if value.is_floating_point() else value for name, value in w.items()}
+
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self._slots.device.type, torch.bfloat16) if self._lower else _NOTHING
 

@@ -131,6 +131,14 @@ class Objective(ABC):
         """
         raise NotImplementedError
 
+    def row_metrics(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Return what each row adds to the metrics by which two models are compared, each as in `row_scores`.
+
+        A metric is the share or the mean a_t / b_t of one target, `rmse` its root. Metrics of class numbers are left
+        out, because counts compare their models (`evaluation/site_scores.py`).
+        """
+        return {self.SCORE: self.row_scores(outputs, batch)}
+
     def own_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return the sums that a client reports on its own test rows. The sums of all clients are added up."""
         return self.sums(outputs, batch)

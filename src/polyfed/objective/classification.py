@@ -98,6 +98,10 @@ class Classification(OfClasses):
         return torch.stack([right, torch.ones_like(right)], 1).unsqueeze(-1)
 
     @override
+    def row_metrics(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
+        return {}
+
+    @override
     def own_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
         right = (outputs.argmax(-1) == batch.y).to(torch.float32)
         # non-finite logits make the count NaN, so that reply validation drops the reply as diverged

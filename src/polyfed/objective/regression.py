@@ -155,6 +155,18 @@ class Regression(Objective):
         return torch.stack([(self.predicted(outputs.double()) - y).abs() * known, known], 1)
 
     @override
+    def row_metrics(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
+        known, y = (part.to(torch.float64) for part in known_of(batch.y))
+        squares = (self.predicted(outputs.double()) - y).square() * known
+        return {"mae": self.row_scores(outputs, batch), "rmse": torch.stack([squares, known], 1)}
+
+    @override
+    def visible(self, y: Tensor, least: int) -> tuple[Tensor, Tensor]:
+        known = (~y.isnan()).sum(0)
+        hidden = (known > 0) & (known < least)
+        return torch.full((len(y),), len(y) >= least), torch.where(hidden, torch.nan, y)
+
+    @override
     def group_sizes(self, batch: Batch) -> Tensor:
         return batch.sum((~batch.y.isnan()).reshape(len(batch.y), -1).to(torch.float32))
 

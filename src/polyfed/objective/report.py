@@ -350,6 +350,9 @@ def ranked(bins: Tensor, shares: Sequence[float], draws: int = DRAWS) -> dict[st
 NAMES = ("auroc", "average_precision")
 """The metrics that come from histograms."""
 
+WITHIN = "auroc_within_sites"
+"""How much more similar a query is to its partner than to other rows of its site; see `Retrieval`."""
+
 UNKNOWN = (1.0, 1.0)
 """The shares of `ranked` where nothing is known: the widest intervals."""
 
@@ -379,7 +382,7 @@ def by_client(value: float, without: Sequence[float], *, share: bool) -> tuple[f
     return found.low, found.high
 
 
-def shown_groups(sizes: Tensor, least: int) -> Tensor:
+def shown_groups(sizes: Tensor, least: int, among: Tensor | None = None) -> Tensor:
     """Return which groups may be shown, bool (G,): those with at least `least` rows, or with none.
 
     If the hidden rows were fewer than `least`, they would follow from the total. The smallest shown group is then
@@ -388,8 +391,10 @@ def shown_groups(sizes: Tensor, least: int) -> Tensor:
     Args:
         sizes: the number of rows of each group, (G,). The groups are disjoint, and hold all rows.
         least: the smallest number of rows that may be shown.
+        among: the groups that are not hidden for another reason, bool (G,); all by default.
     """
     shown = (sizes >= least) | (sizes == 0)
+    shown = shown if among is None else shown & among
     while 0 < int(sizes[~shown].sum()) < least and bool((shown & (sizes > 0)).any()):
         candidates = torch.where(shown & (sizes > 0), sizes, sizes.max() + 1)
         shown[int(candidates.argmin())] = False
@@ -417,6 +422,21 @@ def shown_columns(codes: Mapping[str, Tensor], y: Tensor, least: int) -> dict[st
         found[name] = shown
         apart.append(_cells(own, shown))
     return found
+
+
+def shown_targets(codes: Tensor, shown: Tensor, y: Tensor, least: int) -> Tensor:
+    """Return which targets may be shown in which groups of a column, bool (G, T); see `shown_groups`.
+
+    A large group may have few rows in which a target is known.
+
+    Args:
+        codes: the group of each row, int64 (n,).
+        shown: which groups may be shown, bool (G,).
+        y: the targets of the rows, (n, T), NaN where unknown.
+        least: the smallest number of rows that may be shown.
+    """
+    known = [torch.bincount(codes[~target.isnan()], minlength=len(shown)) for target in y.unbind(1)]
+    return torch.stack([shown_groups(sizes, least, shown) for sizes in known], 1)
 
 
 def _cells(codes: Tensor, shown: Tensor) -> Tensor:

@@ -20,12 +20,19 @@ from polyfed.core.tree import Tree
 from polyfed.data.columns import Columns
 from polyfed.model import Model
 from polyfed.objective.base import Objective, not_counts
+from polyfed.objective.report import WITHIN, Estimate, moments, of_moments
 
 RANKS = (1, 5, 10)
 """The k of recall at k."""
 
 REST = 3
 """Further sums: the sum of reciprocal ranks, the sum of the losses, and their weight."""
+
+SHARES = (*(f"recall{k}" for k in RANKS), "mrr")
+"""The metrics that are a mean over queries, in the order of their sums."""
+
+ROW = 1 + len(SHARES) + 2
+"""Numbers of a row: its queries, the sum of each of `SHARES` over them, and the last two of `_of_rows`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,19 +117,70 @@ class Retrieval(Objective):
 
     @override
     def sums(self, outputs: Tensor, batch: Batch, *, brief: bool = False) -> Tensor:
-        found = torch.zeros(1 + len(RANKS) + 1, dtype=torch.float64, device=outputs.device)
+        found = self._of_rows(outputs, batch).sum(0)[: 1 + len(SHARES)]
+        losses = torch.stack([part.sum() for part in self.row_losses(outputs, batch)]).to(torch.float64)
+        broken = batch.sum((~outputs.isfinite()).flatten(1).any(-1).to(torch.float32)) > 0
+        return torch.where(broken, torch.nan, torch.cat([found, losses]))
+
+    def _of_rows(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Return what each row adds to the sums, float64 (B, ROW).
+
+        The last two numbers are the rows that are less similar to a query than its partner (equal ones count half), and
+        all rows but the partner, over the row's queries. Their ratio is the AUROC of the partner against the others.
+        """
+        found = torch.zeros(len(outputs), ROW, dtype=torch.float64, device=outputs.device)
         for query, other, both in _pairs(outputs, batch):
             scores = query @ other.mT
             own = scores.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
             # ties count against the query, so that a model with equal embeddings for all rows has no hits
-            better = (scores >= own) & both.unsqueeze(0)
-            rank = better.sum(-1).clamp(min=1)
+            better = ((scores >= own) & both.unsqueeze(0)).sum(-1)
+            above = ((scores > own) & both.unsqueeze(0)).sum(-1)
+            rank = better.clamp(min=1)
             hits = [(rank <= k).to(torch.float64) for k in RANKS]
-            entries = torch.stack([torch.ones_like(hits[0]), *hits, 1.0 / rank.to(torch.float64)], 1)
-            found = found + (entries * both.unsqueeze(-1)).sum(0)
-        losses = torch.stack([part.sum() for part in self.row_losses(outputs, batch)]).to(torch.float64)
-        broken = batch.sum((~outputs.isfinite()).flatten(1).any(-1).to(torch.float32)) > 0
-        return torch.where(broken, torch.nan, torch.cat([found, losses]))
+            others = (both.sum() - 1).to(torch.float64).expand(len(rank))
+            farther = others - 0.5 * (above + better - 1).to(torch.float64)
+            entries = [torch.ones_like(hits[0]), *hits, 1.0 / rank.to(torch.float64), farther, others]
+            found = found + torch.stack(entries, 1) * both.unsqueeze(-1)
+        return found
+
+    @override
+    def row_metrics(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
+        queries, *values, farther, others = self._of_rows(outputs, batch).unbind(1)
+        pairs = {name: (value, queries) for name, value in zip(SHARES, values, strict=True)}
+        found = pairs | {WITHIN: (farther, others), "loss": self.row_losses(outputs, batch)}
+        return {name: torch.stack(pair, 1).double().unsqueeze(-1) for name, pair in found.items()}
+
+    @override
+    def site_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Return `sums`, and the `moments` of the rows' numbers (`_of_rows`), from which the intervals follow."""
+        rows = self._of_rows(outputs, batch)
+        some = (rows[:, :1] > 0).to(rows.dtype)
+        return torch.cat([self.sums(outputs, batch), moments(torch.cat([some, rows], 1))])
+
+    @override
+    def site_flaw(self, sums: Tensor, rows: float) -> str:
+        own, (units, *totals) = sums[: 1 + len(RANKS) + REST], sums[1 + len(RANKS) + REST :][: 1 + ROW].tolist()
+        same = torch.allclose(own[: 1 + len(SHARES)], sums.new_tensor(totals[:-2]), rtol=1e-9)
+        if units > rows or not same or not 0 <= totals[-2] <= totals[-1] or totals[-1] > totals[0] * max(rows - 1, 0):
+            return "counts other queries than its rows have"
+        return self.flaw(own, rows)
+
+    @override
+    def estimates(self, sums: Tensor, shares: Sequence[float] = (), draws: int = 0) -> dict[str, Estimate]:
+        """Return the metrics of `measured`, and the AUROC of `_of_rows`, with intervals that take rows as independent.
+
+        A query searches the rows of its own site, however many sites are added up.
+        """
+        told = sums[1 + len(RANKS) + REST :].cpu()
+        products = told[1 + ROW :].view(ROW, ROW)
+        found = {name: Estimate(value) for name, value in self.measured(sums[: 1 + len(RANKS) + REST]).items()}
+        places = {name: (1 + place, 0) for place, name in enumerate(SHARES)} | {WITHIN: (ROW - 2, ROW - 1)}
+        for name, pair in places.items():
+            two = torch.tensor(pair)
+            numbers = [float(told[0]), *told[1 + two].tolist(), *products[two][:, two].flatten().tolist()]
+            if (one := of_moments(numbers, share=True, clusters=False)) is not None:
+                found[name] = one
+        return found
 
     @override
     def measured(self, sums: Tensor) -> dict[str, float]:
@@ -131,6 +189,10 @@ class Retrieval(Objective):
             return {}
         found = {f"recall{k}": hit / queries for k, hit in zip(RANKS, hits, strict=True)}
         return found | {"mrr": reciprocal / queries, "loss": loss / weight}
+
+    @override
+    def row_scores(self, outputs: Tensor, batch: Batch) -> Tensor:
+        return self.row_metrics(outputs, batch)[self.SCORE]
 
     @override
     def own_shape(self, size: int) -> tuple[int, ...]:
@@ -142,7 +204,7 @@ class Retrieval(Objective):
 
     @override
     def outputs_shape(self, model: Model) -> tuple[int, ...]:
-        return (len(model.modalities), model.feature_size(model.modalities[0]))
+        return (len(model.modalities), self.dimension)
 
     @override
     def decided(self, predicted: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ TITLES = {
     "recall5": "recall at 5",
     "recall10": "recall at 10",
     "mrr": "reciprocal rank",
+    "auroc_within_sites": "AUROC within sites",
 }
 """A map from each metric of the server's rows to its heading, in the order of the tables. docs/evaluation.md defines
 the metrics."""
@@ -47,8 +48,10 @@ NUMBERS = {
     "concordance",
     "r2",
     "c_index",
+    "c_index_within_sites",
     "weighted_kappa",
     "mrr",
+    "auroc_within_sites",
 }
 """The metrics that are written as numbers. All other metrics are shares, which are written in percent."""
 

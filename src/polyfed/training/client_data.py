@@ -272,17 +272,18 @@ class ClientData(ABC):
             The value that the last call of `step` returned, or `carry` itself if the client has no rows.
         """
 
-    def collect(self, function: Callable[[Batch], Tree]) -> Tree:
+    def collect(self, function: Callable[[Batch], Tree], *, batch_size: int = FOLD_BATCH) -> Tree:
         """Evaluate a function of a batch on all rows of the client and join the results.
 
         Args:
             function: returns a Tree of tensors (B, ...), one entry for each row of the batch.
+            batch_size: as in `fold`.
 
         Returns:
             Tensors (n, ...) by name, in the order of the client's rows; empty if there are no rows. Under `vmap`, n is
             the number of rows of the client with the most rows, and the entries beyond `num_rows` are meaningless.
         """
-        parts: list[Tree] = self.fold(lambda found, batch: [*found, function(batch)], [])
+        parts: list[Tree] = self.fold(lambda found, batch: [*found, function(batch)], [], batch_size=batch_size)
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
 
     @abstractmethod

@@ -293,7 +293,8 @@ class ClientsSpec:
             )
         if self.personal_validation and self.partition == "silos":
             raise RecipeError(
-                "clients.personal_validation cannot be used with silos, whose devices predict together; use validation",
+                "clients.personal_validation cannot be used with silos: their devices predict together, and match only "
+                "training and test rows by their ids; use validation",
                 ("clients", "personal_validation"),
             )
 

@@ -354,8 +354,8 @@ TABLE: tuple[Conflict, ...] = (
     Conflict(
         key=("evaluate", "conformal"),
         when=lambda r: r.algorithm.evaluation.conformal != "none" and r.algorithm.aligns_rows,
-        because="the devices of a silo predict together in it, none alone",
-        instead="Remove conformal",
+        because="a row's score needs the embeddings of all devices of its silo, which keep no common validation rows",
+        instead="Remove conformal, or choose a method whose clients predict alone",
     ),
     Conflict(
         key=("evaluate", "conformal_groups"),

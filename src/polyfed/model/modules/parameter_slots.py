@@ -176,6 +176,25 @@ class Slots:
             self.device = device
 
     @contextmanager
+    def constants_in_float64(self) -> Iterator[None]:
+        """Inside the `with` block, the modules' floating-point constants are float64."""
+        saved: list[tuple[_Holder, str, Tensor]] = []
+        made: dict[int, Tensor] = {}
+        moving = {(id(holder), key) for places in self._places.values() for holder, key in places}
+        try:
+            for module in self._layers.values():
+                for holder in (module._parameters, module._buffers):
+                    for key, value in list(holder.items()):
+                        if value is None or not value.is_floating_point() or (id(holder), key) in moving:
+                            continue
+                        saved.append((holder, key, value))
+                        holder[key] = made.setdefault(id(value), value.detach().double())
+            yield
+        finally:
+            for holder, key, value in saved:
+                holder[key] = value
+
+    @contextmanager
     def bound(self, w: Mapping[str, Tensor], *, evaluation: bool = False) -> Iterator[None]:
         """Inside the `with` block, the modules run on the tensors of `w` instead of their own.
 

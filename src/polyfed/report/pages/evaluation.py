@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from polyfed.objective.report import WITHIN
 from polyfed.report.formatting import number_of
 from polyfed.report.scores import title_of, unit_of
 
@@ -61,11 +62,10 @@ def tables(content: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[s
         ]
         rest = pooled["rows"] - sum(told["rows"] for told in groups.values())
         lines += [["other or empty", f"{rest:,} rows, not scored apart"]] if rest and not pooled["hidden"] else []
-        title = (
-            f"{title_of(score)} by {column}, with rows and 95 % intervals over rows"
-            if column != "missing"
-            else LACKING.format(title_of(score))
-        )
+        clients = max(told.get(score, {}).get("clients", 0) for told in groups.values())
+        by = "by what a row lacks" if column == "missing" else f"by {column}"
+        over = f"; those of all are over up to {clients:,} clients" if clients else ""
+        title = f"{title_of(score)} {by}, with rows and 95 % intervals over rows{over}"
         found.append((title, ["", *few], [[*line, *[""] * (1 + len(few) - len(line))] for line in lines]))
     return found + _compared(content.get("comparison"))
 
@@ -75,8 +75,6 @@ BESIDE = ("auroc", "loss")
 
 MOST_SITES = 6
 """The largest number of sites that have a column of their own."""
-
-LACKING = "{} by what a row lacks, with rows and 95 % intervals over rows"
 
 
 def _pooled(pooled: Mapping[str, Any]) -> tuple[str, list[str], list[list[str]]]:
@@ -119,6 +117,13 @@ def _compared(told: Mapping[str, Any] | None) -> list[tuple[str, list[str], list
         gap = f"{one['first'] - one['second']:+.4f} ({one['low']:+.4f} to {one['high']:+.4f})"
         what = f"AUROC of {label} within {one['sites']} sites, DeLong"
         rows.append([what, f"{one['first']:.4f}", f"{one['second']:.4f}", gap, f"{one['p']:.3g}"])
+    for name, one in told.get("paired", {}).items():
+        sites = {f" at {site}": part for site, part in one.get("by_site", {}).items()}
+        for where, part in {", paired": one, **sites}.items():
+            gap = f"{part['first'] - part['second']:+.4f} ({part['low']:+.4f} to {part['high']:+.4f})"
+            metric, _, target = name.partition(" ")
+            what = " ".join(filter(None, (title_of(metric), target))) + where + f", {part['rows']:,} rows"
+            rows.append([what, f"{part['first']:.4f}", f"{part['second']:.4f}", gap, f"{part['p']:.3g}"])
     if one := told.get("mcnemar"):
         only = (f"{one['first_only']} only", f"{one['second_only']} only")
         rows.append(["right, McNemar", *only, f"{one['first_only'] - one['second_only']:+d}", f"{one['p']:.3g}"])
@@ -151,6 +156,12 @@ def notes(content: Mapping[str, Any]) -> list[str]:
             "AUROCs within sites compare no rows of two sites, and are averaged by rows, for these sites; the paired "
             "bootstrap needs the answers for single rows, which no device sends"
         )
+    if pooled.get("float32"):
+        found.append(
+            "the model cannot compute in float64, so the last digits depend on who holds a row and on its machine"
+        )
+    if WITHIN in pooled["metrics"]:
+        found.append("a query searches the rows of its own site; recall and rank are easier at a site of few rows")
     if "c_index_within_sites" in pooled["metrics"]:
         found.append("the C-index within sites compares no rows of two sites, which no sums of sites can do")
     if any("error" in one for one in pooled["metrics"].values()):
