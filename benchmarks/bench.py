@@ -72,7 +72,11 @@ def table(setting: Setting, options: argparse.Namespace) -> dict[str, Any]:
         rows[one.name] = {"ms": 1e3 * statistics.median(seconds)} if seconds and not failure else {"failure": failure}
     names = [one.name for one in what]
     ratios = {f"{ours} / {other}": ratio(found, ours, other) for ours in OURS for other in names if other not in OURS}
-    return {"programs": rows, "ratios": {name: value for name, value in ratios.items() if value is not None}}
+    known = {name: value for name, value in ratios.items() if value is not None}
+    said = ", ".join(f"{name} {value:.2f}" for name, value in known.items())
+    # said at once, so that a measurement that is stopped has told what it found
+    print(f"{setting.name}: times as fast: {said}", file=sys.stderr, flush=True)
+    return {"programs": rows, "ratios": known}
 
 
 def curves(points: Iterator[tuple[str, Setting, Sequence[Wanted]]], options: argparse.Namespace) -> Curves:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import polyfed
 from leaky import OPEN, Leaky
 from polyfed.algorithms.averaging import Averaging
 from polyfed.cli import main
+from polyfed.cli.evaluate import _shown
 from polyfed.core.errors import RecipeError
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.tree import Tree
@@ -23,7 +25,7 @@ from polyfed.experiment.checks.check import Check, check
 from polyfed.experiment.checks.check_result import Planned
 from polyfed.experiment.checks.egress_tables import grouped, in_short, remarks, sentence, size
 from polyfed.experiment.recipes.from_data import make_recipe
-from polyfed.report.text_layout import text_of
+from polyfed.report.text_layout import SafeConsole, text_of
 from polyfed.training.optimisers import Train
 from refusals import refuses
 from world import algorithm, played, recipe
@@ -197,6 +199,20 @@ def test_the_short_summary_tells_of_the_rows_that_no_message_carries() -> None:
     assert pooled.facts["not_in_ledger"] == list(pooled.not_in_ledger)
     (kept,) = check(replace(made, clients=replace(made.clients, personal_validation=0.2))).not_in_ledger
     assert "validation rows" not in kept
+
+
+def test_a_table_of_scores_is_never_cut() -> None:
+    file = StringIO()
+    table = _shown("scores", ["site", *("a long heading" for _ in range(9))], [["aachen", *(["12,345.678"] * 9)]])
+    SafeConsole(file=file, width=60, highlight=False, color_system=None).print(table, crop=False)
+    assert file.getvalue().count("12,345.678") == 9
+
+
+@pytest.mark.filterwarnings("ignore:data. .*features differ in size")
+def test_the_short_summary_tells_of_the_means_that_scale_the_samples() -> None:
+    data = {"a": torch.arange(40.0)[:, None] % 7 + 50, "b": torch.arange(40.0)[:, None] % 3}
+    told, *_ = check(make_recipe(data, labels=torch.arange(40) % 2)).not_in_ledger
+    assert told.startswith("the mean and the deviation of each feature of a, over all training rows")
 
 
 def test_a_modality_that_may_not_leave_gets_the_whole_recipe_at_once() -> None:

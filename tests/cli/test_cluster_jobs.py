@@ -20,7 +20,8 @@ STUDY = "seeds = [1]\n[methods.fedavg]\n"
 STAND_INS = {
     "scontrol": 'printf "one\\ntwo\\nthree\\n"',
     "hostname": "echo 10.0.0.1 192.168.0.1",
-    "srun": 'echo "srun $*" >>"$LOG"; while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
+    "srun": 'echo "srun $* with $SRUN_CPUS_PER_TASK cores" >>"$LOG"\n'
+    'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
     "ray": 'echo "ray $*" >>"$LOG"; case "$1" in health-check) test "$(grep -c health "$LOG")" -gt 2;; esac',
     "sleep": "true",
     # the other nodes start in the background, and the end of the script ends them
@@ -68,7 +69,8 @@ def test_a_job_script_starts_ray_on_all_nodes_and_then_the_run(job: Path, capsys
     (head_line,) = [line for line in log if line.startswith("ray start --head")]
     assert "--node-ip-address=10.0.0.1 --port=30005 --num-cpus=8 --num-gpus=2" in head_line
     (others,) = [line for line in log if line.startswith("srun") and "--exclude=one" in line]
-    assert "--nodes=2 --ntasks-per-node=1" in others
+    assert "--nodes=2 --ntasks=2 --exclude=one ray" in others, "--ntasks-per-node leaves the number of all tasks"
+    assert all("8 cores" in line for line in log if line.startswith("srun"))
     assert "ray start --address=10.0.0.1:30005 --num-cpus=8 --num-gpus=2 --block" in others
     (run,) = [line for line in log if line.startswith("polyfed")]
     assert run == f"polyfed run {target} --out runs/a b --resume --set engine.cluster=ray at 10.0.0.1:30005"

@@ -382,6 +382,21 @@ def test_a_head_that_has_ended_ends_the_run_within_seconds(monkeypatch: pytest.M
     assert there.lost
 
 
+@pytest.mark.parametrize(("option", "noun"), [('device = "cuda"', "1 GPU"), ("threads = 3", "3 core")])
+def test_a_study_whose_runs_fit_no_node_ends_within_seconds(
+    nodes: Any, study: Path, monkeypatch: pytest.MonkeyPatch, option: str, noun: str
+) -> None:
+    monkeypatch.setattr(cluster, "CONNECT_SECONDS", 0.1)
+    monkeypatch.setattr("polyfed.experiment.running.assembly.device_of", lambda recipe: torch.device("cpu"))
+    path = study.parent / "recipe.toml"
+    path.write_text(f"{path.read_text()}engine.{option}\n")
+    began = time.monotonic()
+    with refuses(RecipeError, noun) as refused:
+        polyfed.sweep(study, study.parent / "there", ray="")
+    assert "no node has this: " in str(refused.value)
+    assert time.monotonic() - began < 30
+
+
 @pytest.fixture
 def table(study: Path) -> Path:
     """The data of a study with a single run."""

@@ -2,7 +2,9 @@
 
 import io
 import re
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,11 +15,12 @@ import torch
 import polyfed
 from polyfed.cli import main
 from polyfed.cli.printing.tables import result_table
-from polyfed.core.errors import DataError, UnknownClient
+from polyfed.core.errors import DataError, PolyfedWarning, UnknownClient
 from polyfed.data import ClientsSpec, Columns, populate
 from polyfed.data.reading.given import Given
 from polyfed.data.reading.objects import table_of
 from polyfed.experiment.recipes.file_reading import read_file
+from polyfed.experiment.results.model_facts import least_held
 from polyfed.experiment.results.round_facts import still_falls
 from polyfed.report.text_layout import SafeConsole
 from refusals import refuses, warned
@@ -55,6 +58,11 @@ def test_a_loss_that_falls_is_told_unless_others_rise(group: str) -> None:
     assert still_falls(rounds(falling, **{group: rising})) is None
     assert still_falls(rounds(falling, **{group: rising[::-1]})) is not None
     assert still_falls(rounds(falling[:7])) is None
+    seldom = [{} if place not in (11, 15, 19) else {"loss": value} for place, value in enumerate(rising)]
+    told = [row | {"metrics": {group: own}} for row, own in zip(rounds(falling), seldom, strict=True)]
+    assert still_falls(told) is None, "three evaluations are enough to see a rise"
+    late = np.concatenate([np.linspace(0.6, 0.3, 18), [0.5, 0.55]])
+    assert still_falls(rounds(falling, **{group: late})) is None, "the lowest loss is not the last"
     assert still_falls(rounds(np.where(np.arange(20) == 15, np.nan, falling))) is None
 
 
@@ -108,6 +116,9 @@ def test_sets_are_told_with_their_size_and_rows() -> None:
     assert "70.0 % of 24 test rows, fewer than promised, because no validation row is of these clients" in printed(
         told, None
     )
+    least = {"class": "yes", "holds": 0.4, "rows": 12}
+    told = {**run.result, "sets": {**run.result["sets"], "least": least}}
+    assert "but only of 40.0 % of 12 rows of class 'yes'" in printed(told, None)
     few = polyfed.run(data=held, **options | {"clients": made["clients"] | {"personal_validation": 0.05}})
     assert "needs 9 validation rows" in printed(few.result, None)
     target = held.drop(columns="label").assign(days=np.linspace(-1, 1, ROWS))
@@ -212,3 +223,24 @@ def test_rows_without_anything_are_counted_and_left_out(tmp_path: Path) -> None:
         found = polyfed.evaluate(tmp_path / "run", data=tmp_path / "holes.csv").content
     fewer = polyfed.evaluate(tmp_path / "run", data=tmp_path / "fewer.csv").content
     assert found["pooled"] == fewer["pooled"]
+
+
+def test_the_class_that_sets_hold_least_is_named_unless_that_is_chance() -> None:
+    models: Any = SimpleNamespace(model=SimpleNamespace(num_classes=2), class_names=("no", "yes"))
+    label = torch.from_numpy(np.repeat([0, 1], [90, 10]))
+    seldom = least_held(torch.from_numpy(np.arange(100) < 95), label, models)
+    assert seldom == {"least": {"class": "yes", "holds": pytest.approx(0.5), "rows": 10}}
+    assert least_held(torch.from_numpy(np.arange(100) % 10 > 0), label, models) == {}
+    assert least_held(torch.from_numpy(np.arange(95) < 90), label[:95], models) == {}, "five rows are no evidence"
+
+
+def test_values_of_another_unit_are_told() -> None:
+    data = {"lab": np.column_stack([DRAW.normal(80, 20, 60), DRAW.normal(5, 1, 60)]), "b": DRAW.normal(size=(60, 2))}
+    run = polyfed.run(data=data, labels=np.arange(60) % 2, clients=np.arange(60) % 3, rounds=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.predict({name: rows[:5] for name, rows in data.items()})
+    with pytest.warns(PolyfedWarning) as told:
+        run.predict({"lab": data["lab"][:5] * [88.4, 1], "b": data["b"][:5]})
+    assert "5 rows of 'lab' lie more than 20 deviations" in str(told[0].message)
+    assert "feature 0" in str(told[0].message)

@@ -307,6 +307,28 @@ def test_an_audit_attacks_what_crossed_and_names_what_did_not(tmp_path: Path) ->
     assert fedavg["samples rebuilt", "gradients", "a"].status == "did not cross"
 
 
+def test_the_words_of_a_client_are_read_from_the_table_that_it_changed(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    client = np.arange(80) % 4
+    own = np.where(draw.random((80, 5)) < 0.5, draw.integers(1, 10, (80, 5)), 10 + 5 * client[:, None] + 1)
+    photo = draw.normal(size=(80, 6)).astype(np.float32)
+    label = draw.integers(0, 3, 80)
+    folder = tmp_path / "run"
+    data = {"text": own, "photo": photo}
+    encoders = {"text": {"kind": "token-transformer", "vocabulary": 40}, "photo": {"kind": "mlp", "hidden": [8]}}
+    polyfed.run(
+        data=data, labels=label, standardise=False, clients=client, model={"encoders": encoders}, rounds=1, out=folder
+    )
+    result = audit(folder, data=data, labels=label, standardise=False, rounds=1, natural_clients=client)
+    found = {(one.attack, one.kind, one.block): one for one in result.findings}
+    words = found["words present", "parameters", "text"]
+    assert words.value == 1.0
+    assert words.guess is not None
+    assert words.guess < 0.9
+    assert ("words present", "parameters", "photo") not in found
+    assert found["samples rebuilt", "parameters", "photo"].status == "measured"
+
+
 def test_embeddings_that_a_silo_sees_are_attacked_on_the_rows_that_were_asked(tmp_path: Path) -> None:
     clients = ClientsSpec(partition="silos", silos=2)
     method = algorithm("hfm", train=Train(lr=0.1))

@@ -34,6 +34,7 @@ SLURM = """#!/bin/bash
 # Nothing is downloaded. A job that was stopped or requeued continues where it was: submit this script again.
 set -euo pipefail
 {setup}export RAY_USAGE_STATS_ENABLED=0
+export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"  # since Slurm 22.05, srun gives a step one core without it
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head=${{nodes[0]}}
@@ -48,7 +49,8 @@ for try in $(seq 60); do
     sleep 2
 done
 if [ "${{#nodes[@]}}" -gt 1 ]; then
-    srun --overlap --nodes=$((${{#nodes[@]}} - 1)) --ntasks-per-node=1 --exclude="$head" \\
+    others=$((${{#nodes[@]}} - 1))
+    srun --overlap --nodes="$others" --ntasks="$others" --exclude="$head" \\
         ray start --address="$RAY_ADDRESS" --num-cpus="$SLURM_CPUS_PER_TASK"{ray_gpus} --block &
 fi
 {command}

@@ -74,15 +74,13 @@ def evaluate(
 
 
 def _shown(title: str, heads: list[str], lines: list[list[str]]) -> "Group":
-    """Return a table, in which no number is broken."""
-    from polyfed.report.text_layout import plain_table, titled
+    """Return a table in which no number is broken or cut."""
+    from polyfed.report.text_layout import plain_table, titled, whole
 
     table = plain_table(*heads)
-    for column in table.columns:
-        column.no_wrap = True
     for line in lines:
         table.add_row(*line)
-    return titled(title, table)
+    return titled(title, whole(table))
 
 
 def _refuse_unnamed(groups: dict[str, list[str]]) -> None:

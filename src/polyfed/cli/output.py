@@ -52,7 +52,7 @@ def show(*parts: "RenderableType") -> None:
     console = standard_output()
     for part in parts:
         line = Text(escaped(part)) if isinstance(part, str) else part
-        console.print(line, soft_wrap=isinstance(line, Text))
+        console.print(line, soft_wrap=isinstance(line, Text), crop=False)
 
 
 def answer(content: Any, *parts: "RenderableType", as_json: bool) -> None:

@@ -190,6 +190,12 @@ def sets_words(result: Mapping[str, Any], folder: object) -> str:
     how = "run.predict_set(x)" if folder is None else command("predict", folder, "FILE", "--coverage", told["coverage"])
     unseen = "unseen_clients" in result and told["holds"] < told["coverage"]
     why = ", fewer than promised, because no validation row is of these clients" if unseen else ""
+    if least := told.get("least"):
+        why += (
+            f" (but only of {number_of(least['holds'], 'share')} of {counted(least['rows'], 'row')} of class "
+            f"'{least['class']}': the promise is over all rows, and [evaluate] conformal = 'class' gives one for each "
+            "class)"
+        )
     return (
         f"{size} on average; they hold the truth of {number_of(told['holds'], 'share')} of "
         f"{counted(told['rows'], 'test row')}{why}, by {counted(told['validation_rows'], 'validation row')} at least: "

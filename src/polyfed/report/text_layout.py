@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from io import StringIO
 
 from rich.console import Console, ConsoleOptions, Group, JustifyMethod, RenderableType
+from rich.measure import Measurement
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -12,6 +13,9 @@ from polyfed.core.system.log_lines import escaped_lines
 
 WIDE = 200
 """The width, in characters, of text that does not go to a terminal, such as text in a file or a pipe."""
+
+UNBOUNDED = 100_000
+"""A width, in characters, that no table reaches."""
 
 
 class SafeConsole(Console):
@@ -43,6 +47,17 @@ def plain_table(*columns: str, left: int = 1) -> Table:
     for number, column in enumerate(columns):
         justify: JustifyMethod = "left" if number < left or not named else "right"
         table.add_column(Text(column, "dim"), justify=justify, overflow="fold")
+    return table
+
+
+def whole(table: Table) -> Table:
+    """Give a table the width that all of its cells need.
+
+    A table that is too wide folds its cells, and a number in two lines reads as two numbers. Here the lines stay whole,
+    and a terminal that is narrower wraps them.
+    """
+    console = Console(width=UNBOUNDED)
+    table.width = Measurement.get(console, console.options, table).maximum
     return table
 
 

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -194,6 +194,25 @@ class Cluster:
                 f"[data] path: {'; '.join(faults)}. Put the data on a disk that all nodes share, or copy it to each",
                 ("data", "path"),
             )
+
+    def refuse_unfit(self, needs: Mapping[str, float]) -> None:
+        """Refuse the cluster if no node has these amounts of Ray's resources, however busy the nodes are.
+
+        Raises:
+            RecipeError: the largest amounts of a node are smaller, or no node has all of them.
+        """
+        end = time.monotonic() + CONNECT_SECONDS
+        while not any(all(node["Resources"].get(k, 0) >= n for k, n in needs.items()) for node in self._alive()):
+            if time.monotonic() > end:
+                raise RecipeError(
+                    f"Ray: a run needs {_amounts(needs)}, and no node has this: "
+                    + (
+                        "; ".join(f"{n['NodeManagerAddress']} {_amounts(n['Resources'])}" for n in self._alive())
+                        or "none"
+                    )
+                    + ". Add a node with `ray start --address=...`, or lower [engine] threads, or use device = 'cpu'"
+                )
+            time.sleep(0.2)
 
     def refuse_folder(self, folder: Path) -> None:
         """Refuse the cluster if a node has other versions, or does not see a folder of this machine.
@@ -467,6 +486,12 @@ def facts() -> dict[str, str]:
         except PackageNotFoundError:
             found[package] = ""
     return found
+
+
+def _amounts(resources: Mapping[str, float]) -> str:
+    """Return Ray's resources in words."""
+    memory = f"{resources.get('memory', 0) / 1e9:.1f} GB of memory"
+    return f"{resources.get('CPU', 0):.0f} core(s), {resources.get('GPU', 0):.0f} GPU(s), {memory}"
 
 
 def _exists(path: str) -> bool:

@@ -11,7 +11,7 @@ from polyfed.core.system.files import LEAKAGE, RECIPE, replace_text
 from polyfed.core.system.json_and_toml import to_json
 from polyfed.core.tree import SHARED
 from polyfed.data.sources.own.memory import Memory
-from polyfed.experiment.leakage import labels, membership, properties, reconstruction
+from polyfed.experiment.leakage import labels, membership, properties, reconstruction, words
 from polyfed.experiment.leakage.capture import Capture, capture
 from polyfed.experiment.leakage.findings import Finding, Target
 from polyfed.experiment.leakage.membership import ALL
@@ -27,6 +27,7 @@ READS = {
     labels.EACH_ROW: ("embeddings", "predictions", "labels"),
     membership.MEMBERSHIP: ("parameters",),
     reconstruction.REBUILT: ("parameters", "gradients", "embeddings", "raw"),
+    words.WORDS: ("parameters", "gradients"),
     properties.HELD: (properties.ANY,),
 }
 """A map from each attack to the kinds that it reads. Of the kind `statistic`, the attacks read only class counts."""
@@ -37,6 +38,7 @@ NOTHING = {
     labels.EACH_ROW: "it is not known which rows these entries describe",
     membership.MEMBERSHIP: "no client sent a model that reads this block",
     reconstruction.REBUILT: "this block has no linear first layer, or its rows are not known",
+    words.WORDS: "this block has no table of embeddings",
     properties.HELD: "no client replied",
 }
 """A map from each attack to the reason why it reads nothing from a kind that clients sent."""
@@ -181,7 +183,7 @@ def findings_of(
     if has_classes:
         done += [*labels.classes_of_clients(found), *labels.labels_of_rows(found, seed)]
     done += [*membership.membership(found, shadows, seed), *reconstruction.samples_rebuilt(found, seed)]
-    done += properties.modalities_held(found)
+    done += [*words.words_present(found), *properties.modalities_held(found)]
     done = [finding for finding in done if _crossed(finding, crossed)]
     sent = {(part.block, part.kind) for reply in found.replies for part in crossings(reply.message)}
     known = {(finding.attack, finding.kind, finding.block) for finding in done}
@@ -192,7 +194,8 @@ def findings_of(
                 if (attack, kind, block) not in known:
                     ways = {way for at, of, way in crossed if of == kind and block in (at, ALL) and way != TO_CLIENT}
                     there = any(of == kind and block in (at, ALL) for at, of in sent)
-                    yield _unmeasured(Target(attack, kind, block), ways, there, has_classes)
+                    target = Target(attack, kind, block)
+                    yield _of_columns(found, target, ways) or _unmeasured(target, ways, there, has_classes)
 
 
 def _crossed(finding: Finding, crossed: Collection[tuple[str, str, str]]) -> bool:
@@ -206,12 +209,23 @@ def _blocks(found: Capture, attack: str, kind: str) -> tuple[str, ...]:
     modalities = tuple(found.population.columns.modalities)
     if attack == properties.HELD:
         return (ALL,)
+    if attack == words.WORDS:
+        return tuple(words.vocabularies(found))
     if attack == membership.MEMBERSHIP:
         return (ALL, *modalities) if len(found.assembly.model.modalities) > 1 else (ALL,)
     if kind == "labels":
         return (LABELS,)
     whole = kind in OF_THE_MODEL and attack != reconstruction.REBUILT
     return (*modalities, SHARED) if whole or kind == "predictions" else modalities
+
+
+def _of_columns(found: Capture, target: Target, ways: Collection[str]) -> Finding | None:
+    """Return the finding about the statistics of a modality's columns, which hide nothing; None if it sends none."""
+    column = found.population.columns.modalities.get(target.block)
+    if target.kind != "statistic" or not ways or column is None or not column.features:
+        return None
+    told = "words, sums and counts of its columns cross as they are, before round 1: `polyfed check` lists them"
+    return Finding(**vars(target) | {"seen_by": min(ways)}, status="no attack", remark=told)
 
 
 def _unmeasured(target: Target, ways: Collection[str], there: bool, has_classes: bool) -> Finding:

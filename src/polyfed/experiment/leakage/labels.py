@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
+from scipy import stats
 from scipy.optimize import linear_sum_assignment
 from sklearn.cluster import KMeans
 from torch import Tensor
@@ -101,8 +102,9 @@ def _ranked(score: Tensor, held: Tensor) -> float:
     The function compares every class that the client holds with every class that it lacks. The result is the share of
     these pairs in which the held class has the higher score. Ties count as half.
     """
-    differences = score[held][:, None] - score[~held][None, :]
-    return float(((differences > 0).double() + 0.5 * (differences == 0).double()).mean())
+    ranks = stats.rankdata(score.numpy())
+    held_ones, others = int(held.sum()), int((~held).sum())
+    return float((ranks[held.numpy()].sum() - held_ones * (held_ones + 1) / 2) / (held_ones * others))
 
 
 def most_frequent(scores: Scores, truth: Mapping[int, Tensor]) -> dict[int, Tally]:

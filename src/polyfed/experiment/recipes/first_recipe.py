@@ -14,7 +14,7 @@ import torch
 from polyfed.core.errors import PolyfedWarning
 from polyfed.core.system.json_and_toml import parse_toml, toml_value
 from polyfed.data import Column, Columns
-from polyfed.data.column_scaling import uneven_modalities
+from polyfed.data.column_scaling import asked, uneven_modalities
 from polyfed.data.columns import GUARD, LEFT_OUT, OWN_TEST, TEST, TRAIN, VALIDATION
 from polyfed.data.population.splits import drawn_note
 from polyfed.data.sources.own.npz import Npz
@@ -83,14 +83,17 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
         table["test_share"] = source.test_share
     if "standardise" not in table and (uneven := uneven_modalities(columns, columns.rows(TRAIN))):
         table["standardise"] = list(uneven)
+        every = replace(columns, standardise="uneven")
+        others = [m for m in columns.modalities if m not in uneven and asked(every, m)]
         notes.append(
             f"{', '.join(uneven)}: features differ in size, so they are shifted and scaled; standardise = false turns "
-            "this off"
+            "this off" + (f", and standardise = true also scales {', '.join(others)}" if others else "")
         )
     name = "npz" if isinstance(source, Npz) else "table"
     clients, words = _clients(columns, table, task)
-    if marked and clients["partition"] == "by-client":
-        clients = {"partition": "by-client", "personal_test": "split_personal"}
+    if marked:
+        clients.pop("personal_validation", None)
+        clients["personal_test"] = "split_personal"
         notes.append(_told_of_marks(columns, source.split_personal))
     notes += [words, *(seen := _seen(columns))]
     if seen and reading.times and not marked and "split" not in table:

@@ -123,14 +123,18 @@ def ranking_of(models: Models, population: Population) -> dict[str, Any] | None:
 COVERAGE = 0.9
 """The promise of the sets that a result tells of."""
 
+FEWEST_OF_CLASS = 10
+"""A class with fewer test rows is no evidence that sets hold its rows less often than promised (ours)."""
+
 
 def sets_of(models: Models, population: Population) -> dict[str, Any] | None:
     """Return the group `sets` of result.json: what `predict_set` returns for the test rows that have a modality.
 
     Returns:
         `coverage`, the mean `size` of the sets or width of the intervals, the share of the test `rows` whose truth they
-        hold (`holds`), and the least number of `validation_rows` behind one; or `refused`, why there is none. None if
-        no scores were counted, or there is no global model.
+        hold (`holds`), for the class whose rows they hold least often, if that is not chance, its `class`, `holds` and
+        `rows` (`least`), and the least number of `validation_rows` behind one; or `refused`, why there is none. None
+        if no scores were counted, or there is no global model.
     """
     columns, rows = population.columns, population.test_rows.cpu()
     if models.conformal is None or models.shared is None or not len(rows):
@@ -155,13 +159,28 @@ def sets_of(models: Models, population: Population) -> dict[str, Any] | None:
             held.append(((found.low <= y) & (y <= found.high))[known])
         sizes.append(found.sizes.double().reshape(len(part), -1).mean(1))
         behind.append(found.rows.min())
-    return {
+    least = least_held(torch.cat(held), columns.label.cpu()[rows], models) if found.sets is not None else {}
+    return least | {
         "coverage": COVERAGE,
         "size": float(torch.cat(sizes).mean()),
         "holds": float(torch.cat(held).double().mean()),
         "rows": len(rows),
         "validation_rows": int(torch.stack(behind).min()),
     }
+
+
+def least_held(held: Tensor, label: Tensor, models: Models) -> dict[str, Any]:
+    """Return the class whose rows are held least often, if its share is two standard errors below the promise."""
+    rows = torch.bincount(label, minlength=models.model.num_classes)
+    share = torch.bincount(label, held.double(), minlength=len(rows)) / rows.clamp(min=1)
+    below = COVERAGE - share - 2 * (COVERAGE * (1 - COVERAGE) / rows.clamp(min=1)).sqrt()
+    below[rows < FEWEST_OF_CLASS] = -1.0
+    worst = int(below.argmax())
+    if below[worst] <= 0:
+        return {}
+    names = models.class_names
+    name = str(names[worst] if names else worst)
+    return {"least": {"class": name, "holds": float(share[worst]), "rows": int(rows[worst])}}
 
 
 def unseen_clients(recipe: Recipe, population: Population) -> list[str] | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from warnings import warn
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +31,10 @@ from polyfed.objective.base import by_target
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+DEVIATIONS = 20
+"""A value so many deviations from the mean of training is not of the same quantity (ours)."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -126,6 +131,7 @@ class Models:
             DataError: a data frame lacks columns of a modality, or a cell cannot be read.
         """
         x, present = self._by_name(x, present)
+        self._warn_of_far(x)
         w, whose = self.params if client is None else self.of(client), dict[str, Any]()
         if client is not None:
             whose = {"reads": self.clients[self.number_of(client)], "predictor": self.predictor}
@@ -140,6 +146,34 @@ class Models:
             features=self.features,
             **whose,
         )
+
+    def _warn_of_far(self, x: Mapping[str, Any]) -> None:
+        """Warn of values that no row of training can have had, such as those of another unit."""
+        for name, scaling in (self.scaling or {}).items():
+            value = x.get(name)
+            if not isinstance(value, Tensor | np.ndarray) or len(value.shape) != 2 or not scaling.shift.dim():
+                continue
+            values = value.cpu().double() if isinstance(value, Tensor) else torch.from_numpy(value.astype(np.float64))
+            if values.shape[1:] != scaling.shift.shape:
+                continue  # `predict` says what is wrong with it
+            far = (values - scaling.shift).abs() > DEVIATIONS * scaling.scale
+            if not bool(far.any()):
+                continue
+            row, place = far.nonzero()[0].tolist()
+            form = self.rows.modalities.get(name)
+            names = form.names if form is not None and len(form.names) == len(far[0]) else ()
+            what = f"'{names[place]}'" if names else f"feature {place} (counted from 0)"
+            mean, deviation, found = (
+                float(v) for v in (scaling.shift[place], scaling.scale[place], values[row, place])
+            )
+            rows = counted(int(far.any(1).sum()), "row", "rows")
+            warn(
+                f"{rows} of '{name}' lie more than {DEVIATIONS} deviations from what the model was trained on, first "
+                f"row {row}, where {what} is {found:.6g}; in training its mean was {mean:.6g} and its deviation "
+                f"{deviation:.6g}. Is it another unit? The answers for such rows are guesses",
+                PolyfedWarning,
+                stacklevel=4,
+            )
 
     def predict_set(
         self,

@@ -106,7 +106,8 @@ def still_falls(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Return the fall of the training loss in the last half of the rounds, if more rounds would teach the model more.
 
     The loss must fall by Mann and Kendall's test for a trend (one-sided, 0.5 %), so that noise alone seems to fall in
-    one of 200 runs, and by `FALL`. The loss on validation rows, or else on test rows, must not rise meanwhile.
+    one of 200 runs, and by `FALL`. The loss on validation rows, or else on test rows, must not rise meanwhile: it must
+    fall from the first to the last third of its values, and be lowest in the last one.
 
     Args:
         rounds: the rows of rounds.jsonl.
@@ -126,9 +127,10 @@ def still_falls(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         return None
     for group in ("validation", "personal_validation", "global"):
         told = [row["metrics"][group]["loss"] for row in last if "loss" in row.get("metrics", {}).get(group, {})]
-        if len(told) >= FEWEST_ROUNDS // 2:
+        if len(told) > 1:
             before, after = _ends(told)
-            return None if after > before else {"first": first, "last": end, "rounds": n}
+            rises = after > before or min(told) < min(told[-max(1, len(told) // 3) :])
+            return None if rises else {"first": first, "last": end, "rounds": n}
     return {"first": first, "last": end, "rounds": n}
 
 

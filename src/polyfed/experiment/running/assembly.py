@@ -393,7 +393,14 @@ def not_in_ledger(assembly: Assembly) -> Iterator[str]:
     population, clients = assembly.population, assembly.recipe.clients
     counts = {"validation": len(population.validation_rows), "test": len(population.test_rows)}
     listed = " and ".join(counted(count, f"{name} row", f"{name} rows") for name, count in counts.items() if count)
-    if not listed or assembly.deployed:
+    if assembly.deployed:
+        return
+    if isinstance(names := population.columns.standardise, tuple) and names:
+        yield (
+            f"the mean and the deviation of each feature of {', '.join(names)}, over all training rows, which scale "
+            "the samples (standardise) and are in the run's folder. Devices use those of their own rows"
+        )
+    if not listed:
         return
     yield (
         f"{listed}, samples and labels: the server of a simulation reads them, no message carries them and no ledger "

@@ -220,7 +220,7 @@ class RayPool:
         """Start or continue a run on a node. It pauses after the round `until`, if not 0.
 
         Raises:
-            RecipeError: a node cannot read the data of the run.
+            RecipeError: a node cannot read the data of the run, or no node has what it needs.
         """
         path = Path(recipe["data"].get("path", "")).absolute()
         if path not in self._seen:
@@ -229,6 +229,8 @@ class RayPool:
         engine = recipe.get("engine", {})
         needs = {"num_cpus": max(1, int(engine.get("threads", 1))), "memory": self.need}
         needs |= {"num_gpus": 1} if engine.get("device", "cpu") == "cuda" else {}
+        words = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
+        self.cluster.refuse_unfit({words[name]: amount for name, amount in needs.items()})  # Ray would wait for ever
         facts = {"recipe": recipe, "folder": str(folder), "until": until, "at": os.getcwd()}
         content = json.loads(json.dumps(facts, default=str))
         options = needs | {"max_retries": 0, "num_returns": "streaming", "scheduling_strategy": "SPREAD"}

@@ -244,6 +244,7 @@ class Sets(TypedDict, total=False):
     coverage: float
     size: float
     holds: float
+    least: dict[str, Any]
     rows: Count
     validation_rows: Count
     refused: str
