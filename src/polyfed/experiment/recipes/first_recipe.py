@@ -18,6 +18,7 @@ from polyfed.data.column_scaling import asked, uneven_modalities
 from polyfed.data.columns import GUARD, LEFT_OUT, OWN_TEST, TEST, TRAIN, VALIDATION
 from polyfed.data.population.splits import drawn_note
 from polyfed.data.sources.own.npz import Npz
+from polyfed.data.sources.own.table_files import Table
 from polyfed.experiment.recipes.defaults import encoder_for, encoder_text, kind_of, told_of_whole
 from polyfed.experiment.recipes.file_reading import read_file
 from polyfed.experiment.recipes.recipe import parse_recipe
@@ -75,28 +76,17 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
     doubtful = doubtful_targets(columns) if task is None else ""
     for remark in (*reading.doubts, *([doubtful] if doubtful else [])):
         warn(remark, PolyfedWarning, stacklevel=3)
-    marked = columns.split_personal is not None and columns.client is not None
-    if marked and not {"split", "test_share"} & table.keys():
-        columns, table["test_share"] = _as_marked(columns), 0.0
-        notes = [note for note in notes if note != drawn_note(source.test_share)]
-    elif "split" not in table:
-        table["test_share"] = source.test_share
-    if "standardise" not in table and (uneven := uneven_modalities(columns, columns.rows(TRAIN))):
-        table["standardise"] = list(uneven)
-        every = replace(columns, standardise="uneven")
-        others = [m for m in columns.modalities if m not in uneven and asked(every, m)]
-        notes.append(
-            f"{', '.join(uneven)}: features differ in size, so they are shifted and scaled; standardise = false turns "
-            "this off" + (f", and standardise = true also scales {', '.join(others)}" if others else "")
-        )
+    columns, drawn = _splits(columns, table, source)
+    notes = [note for note in notes if note != drawn]
+    notes += _scaled(columns, table)
     name = "npz" if isinstance(source, Npz) else "table"
     clients, words = _clients(columns, table, task)
-    if marked:
+    if _marks(columns):
         clients.pop("personal_validation", None)
         clients["personal_test"] = "split_personal"
         notes.append(_told_of_marks(columns, source.split_personal))
     notes += [words, *(seen := _seen(columns))]
-    if seen and reading.times and not marked and "split" not in table:
+    if seen and reading.times and not _marks(columns) and "split" not in table:
         warn(_overlap(path, reading.times[0], table.get("client", "client")), PolyfedWarning, stacklevel=3)
     found = {m: affordable(column, encoder_for(m, column, 64)) for m, column in columns.modalities.items()}
     encoders = {m: spec for m, (spec, _) in found.items()}
@@ -183,6 +173,39 @@ def _evaluate(columns: Columns, task: str | None, sets: bool) -> list[str]:
         'subsets = "all"  # how good the model is if modalities are missing',
         *[line] * sets,
         "",
+    ]
+
+
+def _marks(columns: Columns) -> bool:
+    """Return whether the data marks the own test rows of its natural clients."""
+    return columns.split_personal is not None and columns.client is not None
+
+
+def _splits(columns: Columns, table: dict[str, Any], source: Npz | Table) -> tuple[Columns, str]:
+    """Add `test_share` to the options if there is no split.
+
+    Returns:
+        The table, with the marked rows as test rows if nothing else says which they are; and the note about a drawn
+        test set that no longer holds, or an empty text.
+    """
+    if _marks(columns) and not {"split", "test_share"} & table.keys():
+        table["test_share"] = 0.0
+        return _as_marked(columns), drawn_note(source.test_share)
+    if "split" not in table:
+        table["test_share"] = source.test_share
+    return columns, ""
+
+
+def _scaled(columns: Columns, table: dict[str, Any]) -> list[str]:
+    """Add the modalities to standardise to the options if the user has named none, and return a note about them."""
+    if "standardise" in table or not (uneven := uneven_modalities(columns, columns.rows(TRAIN))):
+        return []
+    table["standardise"] = list(uneven)
+    every = replace(columns, standardise="uneven")
+    others = [m for m in columns.modalities if m not in uneven and asked(every, m)]
+    return [
+        f"{', '.join(uneven)}: features differ in size, so they are shifted and scaled; standardise = false turns "
+        "this off" + (f", and standardise = true also scales {', '.join(others)}" if others else "")
     ]
 
 
