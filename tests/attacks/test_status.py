@@ -32,7 +32,7 @@ from polyfed.deploy.device.monitor import SILENCE_SECONDS, DeviceMonitor
 from polyfed.deploy.processes import HOST, free_ports
 from polyfed.deploy.server import monitor as server_monitor
 from polyfed.deploy.server.monitor import TOKEN, ServerMonitor, read_token, token_at
-from polyfed.deploy.server.run_log import KEPT_RUNS, KILLED, RunStatus, remove_old
+from polyfed.deploy.server.run_log import KEPT_RUNS, KILLED, STATUS_FOLDER, RunStatus, listeners_of, remove_old
 from polyfed.deploy.server.status_client import ask
 from refusals import refuses
 
@@ -314,6 +314,16 @@ def test_the_latest_statuses_are_kept_and_those_of_runs_that_go_on(tmp_path: Pat
     remove_old(tmp_path)
     left = {int(path.name) for path in tmp_path.iterdir()}
     assert left == {0, *range(5, KEPT_RUNS + 5)}
+
+
+def test_each_start_of_a_run_removes_what_old_ones_have_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server may run for months, in which a job that nobody answers starts every half minute."""
+    monkeypatch.setenv(STATUS_FOLDER, str(tmp_path))
+    for number in range(KEPT_RUNS + 5):
+        (tmp_path / str(number)).mkdir()
+        os.utime(tmp_path / str(number), (number, number))
+    listeners_of(tmp_path / "run", "new")
+    assert len([*tmp_path.iterdir()]) == KEPT_RUNS + 1
 
 
 def ask_device(monitor: DeviceMonitor, *parts: bytes) -> bytes:

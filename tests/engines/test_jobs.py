@@ -39,6 +39,7 @@ from polyfed.deploy.server.jobs import (
     PAUSED,
     RECORD,
     RUNNING,
+    STATES,
     WAITING,
     Job,
     Jobs,
@@ -225,6 +226,17 @@ def test_a_late_process_of_an_earlier_start_does_nothing(records: Records) -> No
     work(records, 1, 1)
     assert (records.get(1).state, records.get(1).starts) == (RUNNING, 2)
     assert not (records.credentials / "order").exists()
+
+
+def test_a_status_shows_the_jobs_that_run_however_many_wait_behind_them(records: Records) -> None:
+    for _ in range(6):
+        records.put()
+    records.change(1, WAITING, state=RUNNING)
+    records.order(6, "cancel")
+    told = records.shown(3)
+    assert [job["id"] for job in told["jobs"]] == [1, 5, 6]
+    assert told["job_states"] == dict.fromkeys(STATES, 0) | {RUNNING: 1, WAITING: 4, CANCELLED: 1}
+    assert [job["id"] for job in records.shown(1)["jobs"]] == [1]
 
 
 def test_too_few_devices_are_waited_for_as_long_as_the_job_says(records: Records) -> None:

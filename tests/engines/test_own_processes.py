@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ class OwnFederation:
         self.places, self.credentials = write_nodes(made, folder), folder / "credentials"
         write_credentials(self.credentials, len(self.places), [self.address])
         (self.port,) = free_ports(1)
-        head = f'server = "{self.address}:{self.port}"\nca = "{self.credentials}/ca.pem"\n'
+        head = f'server = "{self.address}:{self.port}"\nca = "{self.credentials}/ca.pem"\n{self.general}'
         tables = [self._table(number, place) + more(number) + "\n" for number, place in enumerate(self.places)]
         self.files = (
             {"devices": head + "".join(tables)}
@@ -94,10 +94,26 @@ class OwnFederation:
             (folder / f"{name}.toml").write_text(text)
 
     address = "127.0.0.1"
+    general = ""
+    """Further lines above the tables of devices."""
 
     def inside(self, name: str) -> list[str]:
         """The words before a command, such as those that run it in a network namespace."""
         return []
+
+    def program(self, name: str) -> list[str]:
+        """What Python runs as the command `polyfed`."""
+        return ["-m", "polyfed"]
+
+    patience = PATIENCE
+    """Seconds for which `until` waits."""
+
+    options: Sequence[str] = ()
+    """Further options of `polyfed server`."""
+
+    def packages(self, name: str) -> list[Path]:
+        """Where Python finds packages before those that are installed."""
+        return [Path(polyfed.__file__).parents[1]]
 
     def _table(self, number: int, place: Path) -> str:
         with np.load(place / "data.npz", allow_pickle=False) as arrays:
@@ -110,13 +126,13 @@ class OwnFederation:
     def start(self, name: str) -> "subprocess.Popen[bytes]":
         """Start `server`, `run` or the process of a device."""
         words = {
-            "server": ["server", "credentials", "--host", self.address, "--port", str(self.port)],
+            "server": ["server", "credentials", "--host", self.address, "--port", str(self.port), *self.options],
             "run": ["submit", "app", "--credentials", "credentials"],
         }.get(name, ["device", f"{name}.toml"])
-        source = str(Path(polyfed.__file__).parents[1])
+        source = os.pathsep.join(map(str, self.packages(name)))
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                [*self.inside(name), sys.executable, "-P", "-m", "polyfed", *words],
+                [*self.inside(name), sys.executable, "-P", *self.program(name), *words],
                 stdout=log,
                 stderr=log,
                 cwd=self.folder,
@@ -134,7 +150,7 @@ class OwnFederation:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def until(self, done: Callable[[], bool], what: str) -> None:
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + self.patience
         while not done():
             assert time.monotonic() < end, f"waited for {what}: {[self.log(name)[-2000:] for name in self.processes]}"
             time.sleep(0.05)

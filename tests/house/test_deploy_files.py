@@ -1,5 +1,6 @@
 """The image, the compose file and the systemd units in deploy/ keep what docs/operations.md promises of them."""
 
+import json
 import os
 import re
 import shlex
@@ -9,6 +10,7 @@ import sys
 import tomllib
 from configparser import ConfigParser
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -20,8 +22,20 @@ from polyfed.cli.federation import START
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
+MONITORING = DEPLOY / "monitoring"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 SERVICES = ("server", "device")
+RECIPE = """
+[data]
+name = "toy"
+[clients]
+num = 2
+[model.encoders]
+a = { kind = "mlp", hidden = [4] }
+b = { kind = "mlp", hidden = [4] }
+[algorithm]
+name = "fedavg"
+"""
 
 HARDENED = {
     "NoNewPrivileges": "yes",
@@ -162,6 +176,71 @@ def test_a_container_starts_a_command_that_exists(name: str) -> None:
         assert [volume for volume in map(replaced, service["volumes"]) if volume == "/etc/polyfed:/etc/polyfed:ro"]
 
 
+def commands_of(heading: str) -> list[list[str]]:
+    """The words of the commands under a heading of docs/operations.md."""
+    page = (ROOT / "docs" / "operations.md").read_text()
+    part = page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    blocks = re.findall(r"^```\n(.*?)^```", part, re.MULTILINE | re.DOTALL)
+    return [words for block in blocks for line in block.splitlines() if (words := shlex.split(line, comments=True))]
+
+
+def test_the_containers_commands_make_a_server_and_a_device_that_starts(tmp_path: Path, capsys: Any) -> None:
+    """They run here without containers: the paths inside of these are folders of the test, as the mounts say."""
+    pytest.importorskip("uvicorn", reason="the extra polyfed[server] is not installed")
+    import numpy as np
+
+    from polyfed.cli import main
+    from polyfed.deploy.device.device_file import device_file
+    from polyfed.deploy.processes import free_ports
+    from polyfed.transport.hub import HubServer
+
+    places = {"/var/lib/polyfed": "volume", "/recipes": "recipes", "/data": "data", "/join": "config"}
+    for name in places.values():
+        (tmp_path / name).mkdir()
+    (tmp_path / "recipes" / "recipe.toml").write_text(RECIPE)
+    values = np.zeros((12, 3), dtype=np.float32)
+    np.savez(tmp_path / "data" / "mine.npz", a=values, label=np.arange(12) % 2)
+
+    def runs(words: list[str]) -> str:
+        for inside, outside in places.items():
+            words = [re.sub(rf"^{inside}(?=/|$)", str(tmp_path / outside), word) for word in words]
+        with pytest.raises(SystemExit) as end:
+            main(words)
+        assert not end.value.code, words
+        return str(capsys.readouterr().out)
+
+    run = [words for words in commands_of("Containers") if words[:4] == ["docker", "compose", "run", "--rm"]]
+    assert all(words[-2] == "up" for words in commands_of("Containers") if "--profile" in words)
+    (write, start), (join,) = (
+        [words[5:] for words in run if words[4] == "server"],
+        [w for w in run if w[4] != "server"],
+    )
+    volume, service, *join = join[4:][1:]
+    assert (volume, service) == ("/etc/polyfed:/join", "device")
+    assert f"{volume.partition(':')[0]}:/etc/polyfed:ro" in [
+        replaced(one) for one in compose()["services"]["device"]["volumes"]
+    ]
+    runs(write)
+    start = [
+        *(word.replace("server.example.org", "127.0.0.1") for word in start),
+        "--port",
+        str(port := free_ports(1)[0]),
+    ]
+    token, *_ = re.findall(r"polyfed-join-\S+", runs(start))
+    server = HubServer(tmp_path / "volume" / "app-credentials", "127.0.0.1", port)
+    thread = Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        runs([token if word == "TOKEN" else word for word in join] + ["--yes"])
+    finally:
+        server.server.should_exit = True
+        thread.join(20)
+    (tmp_path / "config").rename(tmp_path / "etc")
+    (device,) = device_file(tmp_path / "etc" / "device.toml")["devices"]
+    assert Path(device["key"]).parent == tmp_path / "etc", "it works under another path"
+    assert Path(device["config"]["state"]) == tmp_path / "volume" / "state", "the data are mounted read-only"
+
+
 def test_the_server_publishes_its_two_public_ports_and_a_device_none() -> None:
     services = compose()["services"]
     assert services["server"]["ports"] == ["9092:9092", "9096:9096"]
@@ -206,6 +285,86 @@ def test_systemd_takes_the_unit(path: Path, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     words = ["systemd-analyze", "security", "--offline=true", "--threshold=25", str(copy)]
     assert subprocess.run(words, capture_output=True, check=False).returncode == 0, "exposure above 2.5"
+
+
+def exposition() -> str:
+    """All metrics of a server with jobs in all states, and of a device with tasks of all verdicts."""
+    pytest.importorskip("prometheus_client", reason="the extra polyfed[server] is not installed")
+    from prometheus_client import generate_latest
+
+    from polyfed.deploy.device.monitor import UNKNOWN, DeviceMonitor
+    from polyfed.deploy.server.jobs import STATES
+    from polyfed.deploy.server.monitor import JOB_COUNTS, JOB_NUMBERS, metrics_of
+    from polyfed.engines.protocol import ENROLLED, FAILED, REFUSED, REPLY
+
+    numbers = dict.fromkeys((*JOB_NUMBERS, *JOB_COUNTS, "changed"), 1.0)
+    jobs = [{"id": number, "state": state, **numbers} for number, state in enumerate(STATES)]
+    link = {"nodes": {"registered": 3, "online": 2}, "certificate_ends": 2e9, "jobs": jobs}
+    link |= {"job_states": dict.fromkeys(STATES, 1), "runs": [{"id": "7", "state": "running", "progress": {}}]}
+    device = DeviceMonitor(0, os.memfd_create("contact"))
+    with device.socket:
+        for verdict in (ENROLLED, REPLY, REFUSED, FAILED, UNKNOWN):
+            device.done({"verdict": verdict})
+    return metrics_of(link).decode() + generate_latest(device.registry).decode()
+
+
+def test_every_series_of_the_dashboard_and_the_alerts_exists() -> None:
+    """Metric, labels and values of each selector are those of a sample; each label of a text is one of its series."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    known: dict[str, list[dict[str, str]]] = {"up": [{"job": "polyfed"}]}
+    for family in text_string_to_metric_families(exposition()):
+        for sample in family.samples:
+            known.setdefault(sample.name, []).append({"instance": "", "job": "polyfed"} | sample.labels)
+    for where, expression, text in [*alerts(), *panels()]:
+        assert expression.count("(") == expression.count(")"), where
+        selectors = re.findall(r"\b(up|polyfed_\w+)(?:\{([^}]*)\})?", expression)
+        assert selectors, where
+        told = {"instance"}
+        for name, matchers in selectors:
+            wanted = re.findall(r'(\w+)(=~|=)"([^"]*)"', matchers)
+            fit = [
+                labels
+                for labels in known.get(name, [])
+                if all(value == "$server" or re.fullmatch(value, labels.get(label, "-")) for label, _, value in wanted)
+            ]
+            assert fit, f"{where}: there is no {name}{{{matchers}}}"
+            told |= {label for labels in fit for label in labels}
+        assert set(re.findall(r"(?:\$labels\.|\{\{)(\w+)\}?", text.replace(" ", ""))) <= told, where
+
+
+def alerts() -> list[tuple[str, str, str]]:
+    """The rules: name, expression and text."""
+    found = [
+        rule for group in yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"] for rule in group["rules"]
+    ]
+    for rule in found:
+        assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}
+        assert re.fullmatch(r"\d+[mh]", rule.get("for", "1h"))
+        assert rule["labels"]["severity"] in ("critical", "warning", "info")
+    assert len({rule["alert"] for rule in found}) == len(found)
+    return [(rule["alert"], rule["expr"], rule["annotations"]["summary"]) for rule in found]
+
+
+def panels() -> list[tuple[str, str, str]]:
+    """The queries of the dashboard: title, expression and legend."""
+    made = json.loads((MONITORING / "dashboard.json").read_text())
+    names = {variable["name"] for variable in made["templating"]["list"]}
+    assert set(re.findall(r"\$\{?(\w+)", json.dumps(made["panels"]))) == names == {"datasource", "server"}
+    found = made["panels"]
+    assert len({panel["id"] for panel in found}) == len(found)
+    cells = [
+        (x, y)
+        for at in (panel["gridPos"] for panel in found)
+        for x in range(at["x"], at["x"] + at["w"])
+        for y in range(at["y"], at["y"] + at["h"])
+    ]
+    assert len(set(cells)) == len(cells), "no panel covers another"
+    assert max(x for x, _ in cells) < 24
+    queries = [
+        (panel["title"], target["expr"], target["legendFormat"]) for panel in found for target in panel["targets"]
+    ]
+    return [*queries, ("server", made["templating"]["list"][1]["query"].partition("(")[2].partition(",")[0], "")]
 
 
 def daemon() -> bool:

@@ -356,6 +356,10 @@ def device_join(
     ] = "",
     label: Annotated[str, typer.Option(metavar="NAME", help="The array of the labels, if it has another name.")] = "",
     silo: Annotated[int, typer.Option(min=-1, metavar="N", help="Number of the device's silo. -1: none.")] = -1,
+    state: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder for what the device keeps. [default: polyfed-state beside the data]"),
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Join without a question.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -367,7 +371,7 @@ def device_join(
     word = sys.stdin.readline() if token == "-" else token
     policy = None if policy is None else policy.expanduser()
     wanted = joining.Wanted(
-        data.expanduser(), folder.expanduser(), policy, joining.names_in(modalities), label.strip(), silo
+        data.expanduser(), folder.expanduser(), policy, joining.names_in(modalities), label.strip(), silo, state
     )
     made = joining.join(word, wanted, lambda proposal: _agrees(proposal, yes=yes, quiet=as_json))
     if made is None:
@@ -377,6 +381,32 @@ def device_join(
     facts["start"] = joining.start_of(made)
     lines = (f"device {made.number} has joined {made.address}; new: {', '.join(made.written)}",)
     answer(facts, *lines, f"the key stays here. Start the device: {facts['start']}", as_json=as_json)
+
+
+@devices.command("renew")
+def device_renew(
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE.toml", help="That of `polyfed device` or `polyfed edge`.", show_default=False),
+    ],
+    client: Annotated[
+        int | None, typer.Option(metavar="N", help="Only this device. [default: all of the file]", show_default=False)
+    ] = None,
+    key: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The key, if FILE.toml names a copy of it.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Replace the key of a device by a new one, while the device runs. The old key holds until the new one is used."""
+    from polyfed import deploy
+
+    with deploy.needing_extra("a device"):
+        from polyfed.deploy.device import joining
+    made = joining.renew(file, client, key)
+    facts = [{"client": one.client, "key": str(one.key), "before": one.before, "now": one.now} for one in made]
+    lines = (f"client {one.client}: {one.now} has replaced {one.before}, which ended; {one.key}" for one in made)
+    answer({"renewed": facts}, *lines, as_json=as_json)
 
 
 def _agrees(proposal: "Proposal", *, yes: bool, quiet: bool) -> bool:

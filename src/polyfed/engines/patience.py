@@ -120,6 +120,7 @@ class PatientTransport(ABC):
         vet: `vet(packet, device)` returns the reason to refuse an enrolment, or an empty text to accept the enrolment.
             `device` is the fingerprint of the device's key.
         joined: returns the client number of each device that joined with a token, by the fingerprint of its key.
+        renewed: returns the present key of each device that has replaced its key, by the fingerprint of every old one.
         limit: size in bytes of the largest reply that the transport fetches.
         rounds_left: number of rounds that the run still has, which `hello` tells the nodes; 1 if it is not known.
         run: the name of the run if it goes on, which `hello` tells the nodes; empty if the run is new.
@@ -130,6 +131,7 @@ class PatientTransport(ABC):
     node_of: dict[int, Node] = field(default_factory=dict)
     vet: Callable[[Packet, str], str] = lambda packet, device: ""
     joined: Callable[[], Mapping[str, int]] = dict
+    renewed: Callable[[], Mapping[str, str]] = dict
     limit: int = 2**29
     rounds_left: int = 1
     run: str = ""

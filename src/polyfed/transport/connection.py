@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from polyfed.core.errors import BadReply, RecipeError, TransportError
 from polyfed.core.system.files import without_links
-from polyfed.transport.logins import PrivateKey, message
+from polyfed.transport.logins import PrivateKey, message, renewal_text
 
 SECONDS = 20.0
 """How long the other side may be silent, beyond the time for which a call is to wait."""
@@ -70,6 +70,9 @@ REFUSED = (
 )
 WHY = {503: "the server cannot take it now", 507: "the disk of the server is full"}
 """What some answers mean after which a call is repeated."""
+
+AGAIN = "the same command goes on"
+TAKEN_KEY = "the server has the next key of this device already, for another one. Delete the file and call again"
 
 REPLACED = "another process with the key of this device has logged in to the server, so this one ends. End one of them"
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -276,13 +279,42 @@ class Connection:
             sock = self._way.sock if self._way is not None else None
             if status != 200 or not isinstance(sock, ssl.SSLSocket):
                 return
-            challenge = told.get("challenge", "")
+            challenge, self.key = told.get("challenge", ""), self.key.read_again()  # it may have been renewed
             signature = self.key.sign(message(challenge, sock.getpeercert(binary_form=True) or b""))
             words = {"device": self.key.fingerprint, "challenge": challenge, "signature": signature}
             status, told = self._once("POST", "/v1/login", body=json.dumps(words).encode())
             if status == 403:
                 raise TransportError(REFUSED)
             self._token = told.get("token", "")
+
+    def renew(self, new: PrivateKey | None = None) -> None:
+        """Register the device's next key, which both keys sign; or, without one, end the predecessor of this key.
+
+        Neither logs in, so the process of the device goes on. Nothing is repeated, because somebody waits for it.
+
+        Raises:
+            RecipeError: the server does not know the key, or has the next one already for another device.
+            TransportError: the server does not answer, or is another one.
+        """
+        where = f"{self.host}:{self.port}"
+        try:
+            status, told = self._once("GET", "/v1/challenge")
+            sock = self._way.sock if self._way is not None else None
+            if status != 200 or not isinstance(sock, ssl.SSLSocket):
+                raise OSError(f"it answers {status}")
+            challenge, seen = told.get("challenge", ""), sock.getpeercert(binary_form=True) or b""
+            text = renewal_text(challenge, self.key.fingerprint, new.fingerprint if new is not None else "", seen)
+            words = {"device": self.key.fingerprint, "challenge": challenge, "signature": self.key.sign(text)}
+            words |= {"key": new.public, "proof": new.sign(text)} if new is not None else {}
+            status, _ = self._once("POST", "/v1/renew", body=json.dumps(words).encode())
+        except ssl.SSLCertVerificationError as error:
+            raise TransportError(UNKNOWN_SERVER.format(ca=self.ca, error=error.verify_message)) from None
+        except (OSError, http.client.HTTPException) as error:
+            raise TransportError(f"{where} does not answer ({error}). Both keys are kept; {AGAIN}") from None
+        if status in (403, 409):
+            raise RecipeError(f"{where}: {REFUSED if status == 403 else TAKEN_KEY}")
+        if status != 200:
+            raise TransportError(f"{where} answers {status}: it cannot renew a key now. Both keys are kept; {AGAIN}")
 
     def _once(
         self,

@@ -32,7 +32,7 @@ from polyfed.core.errors import RecipeError
 from polyfed.core.system.json_and_toml import parse_json
 from polyfed.core.system.log_lines import LogLines, logger_of
 from polyfed.transport.connection import FULL
-from polyfed.transport.logins import Keys, Logins, fingerprint, has_signed
+from polyfed.transport.logins import Keys, Logins, fingerprint, has_signed, renewal_text
 from polyfed.transport.queue import ANSWERED, OPEN, REQUEST, SERVER, Bell, Queue, Waiting
 from polyfed.transport.tokens import LARGEST_RECIPE, Entry, NotJoined, Register, joining_text, public_line
 from polyfed.transport.web import Chain, Listener, Peer, public_config, refuse
@@ -50,7 +50,7 @@ FAILED, FAILED_SECONDS, MOST_ADDRESSES = 10.0, 6.0, 1000
 """How often an address may fail to join at once, the seconds after which it may once more, and the number of addresses
 that the server remembers. A secret has 128 bits, so nobody guesses one; the limit is for the log and the disk."""
 
-OPEN_PAGES = ("/v1/challenge", "/v1/login", "/v1/authority", "/v1/join")
+OPEN_PAGES = ("/v1/challenge", "/v1/login", "/v1/authority", "/v1/join", "/v1/renew")
 """The pages for those who have not logged in."""
 
 CALLS, CALLS_PER_SECOND = 500.0, 100.0
@@ -65,6 +65,8 @@ LOOK_SECONDS, TIDY_SECONDS, DAY = 1.0, 5.0, 24 * 3600.0
 
 END_SECONDS = 2
 """How long a server that ends waits for the calls that go on, and for devices that do not close their connections."""
+
+UNKNOWN_KEY = "the key is not registered, or the signature is wrong"
 
 LOGGER = logger_of("hub", "stderr")
 
@@ -105,6 +107,7 @@ class Hub:
                 Route("/v1/login", self._login, methods=["POST"]),
                 Route("/v1/authority", self._authority),
                 Route("/v1/join", self._join, methods=["POST"]),
+                Route("/v1/renew", self._renew, methods=["POST"]),
             ],
             redirect_slashes=False,
         )
@@ -210,8 +213,58 @@ class Hub:
         if self.logins.crowded(device):
             raise HTTPException(429, "this device has logged in too often")
         if not (token := self.logins.enter(device, challenge, signature, self.certificates())):
-            raise HTTPException(403, "the key is not registered, or the signature is wrong")
+            raise HTTPException(403, UNKNOWN_KEY)
+        self._confirm(device)
         return JSONResponse({"token": token})
+
+    async def _renew(self, call: Request) -> Response:
+        """Register the next key of a device, which its present one has signed; or end the present one's predecessor."""
+        told = await _words(call, "device", "challenge", "signature")
+        old, challenge, line, key = told["device"], told["challenge"], b"", None
+        if self.logins.crowded(old):
+            raise HTTPException(429, "this device has called too often")
+        try:
+            line, key = public_line(told["key"]) if "key" in told else (b"", None)
+        except ValueError:
+            raise HTTPException(400, "this is no public key") from None
+        new = fingerprint(line) if line else ""
+        texts = [renewal_text(challenge, old, new, seen) for seen in self.certificates()]
+        if not self.logins.signed(old, challenge, told["signature"], texts):
+            raise HTTPException(403, UNKNOWN_KEY)
+        if self._confirm(old):
+            self.logins.end(device := self.logins.keys.device(old))  # also of whoever has logged in with the old key
+            if device in self._wake:
+                self._wake[device].set()
+        if line:
+            if not any(has_signed(key, text, told.get("proof", "")) for text in texts):
+                raise HTTPException(400, "the new key has not signed")
+            self._take_key(old, new, line)
+        return JSONResponse({"device": self.logins.keys.device(old)})
+
+    def _take_key(self, old: str, new: str, line: bytes) -> None:
+        """Register the next key of the device whose present key is `old`.
+
+        Raises:
+            HTTPException: the next key is known already.
+        """
+        self.logins.keys.look()
+        path = self.logins.keys.file_of(old)
+        if path is None or new in self.logins.keys.known.keys() - self.logins.keys.pending:
+            raise HTTPException(409, "the server knows this key already")
+        try:
+            self.register.renew(self.logins.keys.device(old), path.stem, line)
+        except NotJoined:
+            raise HTTPException(409, "the server knows this key already") from None
+        self.logins.keys.look()
+        LOGGER.info("the device with the key %s renews it; its next key is %s", old, new)
+
+    def _confirm(self, key: str) -> bool:
+        """End the predecessor of a key that has just been used for the first time. Return whether it was the first."""
+        if key not in self.logins.keys.pending:
+            return False
+        self.register.confirm(key)
+        self.logins.keys.look()
+        return True
 
     async def _authority(self, call: Request) -> Response:
         """Send `ca.pem`, which is no secret: a new device compares it with its token."""
@@ -255,7 +308,8 @@ class Hub:
         if not any(has_signed(key, text, words.get("signature", "")) for text in seen):
             raise ValueError("no signature for this server")
         self.logins.keys.look()
-        entry = self.register.enter(secret, line, fingerprint(line) in self.logins.keys.known)
+        known = fingerprint(line) in {*self.logins.keys.known, *self.register.replaced()}
+        entry = self.register.enter(secret, line, known)
         self.logins.keys.look()
         LOGGER.info("device %d, %s, has joined with the key %s", entry.number, entry.name, entry.key)
         return entry
@@ -271,7 +325,8 @@ class Hub:
         gone = asyncio.ensure_future(_disconnected(call))
         self._wake[device] = wake = asyncio.Event()
         try:
-            while device in self.logins.keys.known:
+            while True:
+                self._known(call.scope)  # else its token has ended meanwhile
                 wake.clear()
                 if (found := self.queue.next_for(device)) is not None:
                     return JSONResponse(_offer(found, self.queue))
@@ -280,7 +335,6 @@ class Hub:
                 rung.cancel()
                 if gone.done() or self.ended or time.monotonic() >= end:
                     return Response(status_code=204)
-            raise HTTPException(401, "the key is not registered any more")
         finally:
             gone.cancel()
             if self._wake.get(device) is wake:
@@ -324,7 +378,7 @@ class Hub:
             received = await self._take(call, part, offset, size, lambda: self._uploads.get(found.id) is mine)
             if received == size:
                 del self._uploads[found.id]
-                await self._complete(found, digest)
+                await self._complete(found, digest, call)
             return JSONResponse({"received": received})
         finally:
             if self._uploads.get(found.id) is mine:
@@ -355,16 +409,18 @@ class Hub:
                     raise HTTPException(507, "the disk of the server is full") from error
             return min(file.tell(), size)
 
-    async def _complete(self, found: Waiting, digest: str) -> None:
+    async def _complete(self, found: Waiting, digest: str, call: Request) -> None:
         """Check the digest of a whole reply, and hand the reply to the run."""
         part, whole = self.queue.reply(found.id, "part"), self.queue.reply(found.id, "whole")
         part.rename(whole)  # no call adds to it any more
         if await asyncio.to_thread(_digest_of, whole) != digest:
             whole.unlink(missing_ok=True)
             raise HTTPException(422, "the reply has another digest")
-        if found.device not in self.logins.keys.known:
+        try:
+            self._known(call.scope)  # its key may have been revoked meanwhile
+        except HTTPException:
             whole.unlink(missing_ok=True)
-            raise HTTPException(401, "the key is not registered any more")
+            raise
         if not self.queue.deliver(found, "whole"):
             found = self.queue.find(found.id) or found
             self.queue.too_late(found)
@@ -417,8 +473,9 @@ class Hub:
 
     def facts(self) -> dict[str, Any]:
         """Return facts for the status page: see `polyfed.deploy.server.monitor.status_of`."""
-        known, online = set(self.logins.keys.known), set(self.online)  # copies: another thread may ask
-        return {"nodes": {"registered": len(known), "online": len(online)}, "away": sorted(known - online)}
+        known, online = self.logins.keys.devices(), set(self.online)  # copies: another thread may ask
+        away = sorted(key for device, key in known.items() if device not in online)
+        return {"nodes": {"registered": len(known), "online": len(online)}, "away": away}
 
 
 def _offer(found: Waiting, queue: Queue) -> dict[str, Any]:
@@ -539,9 +596,9 @@ class HubServer:
         self.bell = Bell(queue.bell(SERVER))
         queue.nobody_is_online()
         queue.tidy()
-        keys = Keys(credentials)
-        keys.look()
         self.register = Register(credentials)
+        keys = Keys(credentials, self.register.renewals)
+        keys.look()
         self.seen = [_certificate(credentials)]
         self.hub = Hub(queue, keys, self.register, lambda: self.seen, self.socket.admit, self.socket.end)
         self.server = _Ending(self._config(self.hub, host, port, tls=True), self.hub)

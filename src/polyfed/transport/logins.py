@@ -1,6 +1,7 @@
 """Who a device is: it signs a challenge of the server with its key, and gets a token for its further calls.
 
-The signature also covers the certificate that the device has seen, so that another server, which a device trusts too,
+A device that renews its key stays the same device: the server names it by its first key, whatever its key is now. The
+signature also covers the certificate that the device has seen, so that another server, which a device trusts too,
 cannot pass a challenge on and log in as the device. No clock of a device is involved.
 """
 
@@ -10,11 +11,11 @@ import hmac
 import secrets
 import time
 from binascii import Error as Base64Error
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
@@ -57,6 +58,42 @@ def message(challenge: str, certificate: bytes) -> bytes:
     return f"polyfed login\n{challenge}\n{hashlib.sha256(certificate).hexdigest()}".encode()
 
 
+def renewal_text(challenge: str, device: str, new: str, certificate: bytes) -> bytes:
+    """Return what both keys of a device sign to replace the first by the second.
+
+    Args:
+        device: fingerprint of the key that signs, which is registered.
+        new: fingerprint of the new key, or "" to say that the first one has replaced its predecessor.
+        certificate: the server's certificate, DER.
+    """
+    return f"polyfed renew\n{challenge}\n{device}\n{new}\n{hashlib.sha256(certificate).hexdigest()}".encode()
+
+
+class Renewal(NamedTuple):
+    """A key that replaces, or has replaced, another one of the same device.
+
+    Attributes:
+        key: fingerprint of the new key.
+        device: that of the device's first key, which names the device.
+        name: the name of the key's file, without `.pub`.
+        since: when the new key was first used, and the old one ended; 0 if it has not been used yet.
+    """
+
+    key: str
+    device: str
+    name: str
+    since: float
+
+
+def replaced_keys(renewals: Iterable[Renewal]) -> dict[str, str]:
+    """Return old key -> the present one of its device, for keys that were replaced; see `Register.renewals`."""
+    used: dict[str, list[str]] = {}
+    for one in renewals:
+        if one.since:
+            used.setdefault(one.device, [one.device]).append(one.key)
+    return {old: keys[-1] for keys in used.values() for old in keys[:-1]}
+
+
 class PrivateKey:
     """The key of a device.
 
@@ -80,9 +117,16 @@ class PrivateKey:
             ) from None
         if not isinstance(key, ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey):
             raise RecipeError(f"{path} is a key of type {type(key).__name__}; use ECDSA or Ed25519. {HOW}")
-        self._key = key
+        self._key, self._path = key, path
         public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
         self.public, self.fingerprint = public.decode(), fingerprint(public)
+
+    def read_again(self) -> Self:
+        """Return the key that is in the file now; this one if there is none."""
+        try:
+            return type(self)(self._path)
+        except RecipeError:
+            return self
 
     def sign(self, text: bytes) -> str:
         """Return a signature as text."""
@@ -113,11 +157,16 @@ class Keys:
 
     Attributes:
         folder: the folder.
-        known: fingerprint -> key.
+        renewals: returns the keys that replace, or have replaced, another one, the newest last.
+        known: fingerprint -> key. For a device that renews its key, also the new one, until that is used.
+        pending: the new keys that have not been used yet.
     """
 
     folder: Path
+    renewals: Callable[[], Sequence[Renewal]] = tuple
     known: dict[str, Any] = field(default_factory=dict)
+    pending: set[str] = field(default_factory=set)
+    _device: dict[str, str] = field(default_factory=dict)
     _read: dict[Path, tuple[tuple[int, int], str]] = field(default_factory=dict)
     _stamp: int = 0
 
@@ -131,6 +180,10 @@ class Keys:
         """Read new and changed files, and drop the keys of files that are gone. The log names each key and fault."""
         logger, found = logger_of("hub", "stderr"), dict[Path, tuple[tuple[int, int], str]]()
         self._stamp = self.folder.stat().st_mtime_ns  # before the look: what changes meanwhile is looked for again
+        renewals = self.renewals()
+        self._device = {one.key: one.device for one in renewals}
+        self.pending = {one.key for one in renewals if not one.since}
+        replaced = replaced_keys(renewals)
         for path in sorted(self.folder.glob("*.pub")):
             try:
                 stamp = path.stat().st_mtime_ns, path.stat().st_size
@@ -142,15 +195,34 @@ class Keys:
                 key = load_ssh_public_key(line)
                 if not isinstance(key, ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey):
                     raise ValueError(f"a key of type {type(key).__name__}, and not ECDSA or Ed25519")
-                name = fingerprint(line)
+                if (name := fingerprint(line)) in replaced:
+                    raise ValueError(f"the device has replaced it by {replaced[name]}")
                 found[path], self.known[name] = (stamp, name), key
                 logger.info("the key %s of %s is registered", name, path)
             except (OSError, ValueError, UnsupportedAlgorithm, NotImplementedError) as error:  # a compressed point
                 logger.warning("%s is no public key in OpenSSH's format (%s). %s", path, error, HOW)
         self._read = found
-        for name in self.known.keys() - {name for _, name in found.values()}:
+        for name in self.known.keys() - ({name for _, name in found.values()} - replaced.keys()):
             del self.known[name]
-            logger.warning("the key %s is revoked, because its file *.pub is gone", name)
+            why = "the device has renewed it" if name in replaced else "its file *.pub is gone"
+            logger.warning("the key %s is revoked, because %s", name, why)
+
+    def device(self, key: str) -> str:
+        """Return the name of the device that has a key: the fingerprint of its first key."""
+        return self._device.get(key, key)
+
+    def has(self, device: str) -> bool:
+        """Return whether a key of a device is registered."""
+        return device in self.known or any(self._device[key] == device for key in self._device.keys() & self.known)
+
+    def devices(self) -> dict[str, str]:
+        """Return the registered devices, each with its present key."""
+        found = {self.device(key): key for key in list(self.known) if key not in self.pending}
+        return {self.device(key): key for key in list(self.known)} | found
+
+    def file_of(self, key: str) -> Path | None:
+        """Return the file of a registered key."""
+        return next((path for path, (_, name) in self._read.items() if name == key), None)
 
     def signed(self, device: str, text: bytes, signature: str) -> bool:
         """Return whether a device has signed a text. It takes as long for a device that is not known."""
@@ -183,25 +255,36 @@ class Logins:
         Args:
             certificates: the certificates (DER) that the device may have seen.
         """
-        text, _, proof = challenge.rpartition("-")
-        if not hmac.compare_digest(proof.encode(), self._proof(text).encode()):
+        if not self.signed(device, challenge, signature, [message(challenge, seen) for seen in certificates]):
             return ""
-        now, made = time.monotonic(), float(text.partition("-")[0])
-        self._used = {used: (end, who) for used, (end, who) in self._used.items() if end > now}
-        if now - made > CHALLENGE_SECONDS or challenge in self._used:
-            return ""
-        if not any(self.keys.signed(device, message(challenge, seen), signature) for seen in certificates):
-            return ""
-        self._used[challenge] = made + CHALLENGE_SECONDS + 1, device
-        token = secrets.token_hex(32)
-        if (old := self._token.get(device)) is not None:
-            del self._device[old]
+        device, token = self.keys.device(device), secrets.token_hex(32)
+        if (old := self.end(device)) is not None:
             self._replaced[old] = None
             for forgotten in list(self._replaced)[:-KEPT_TOKENS]:
                 del self._replaced[forgotten]
         self._token[device] = _digest(token)
         self._device[_digest(token)] = device
         return token
+
+    def signed(self, key: str, challenge: str, signature: str, texts: Iterable[bytes]) -> bool:
+        """Return whether a registered key has signed one of these texts, which hold a challenge. It serves once."""
+        text, _, proof = challenge.rpartition("-")
+        if not hmac.compare_digest(proof.encode(), self._proof(text).encode()):
+            return False
+        now, made = time.monotonic(), float(text.partition("-")[0])
+        self._used = {used: (end, who) for used, (end, who) in self._used.items() if end > now}
+        if now - made > CHALLENGE_SECONDS or challenge in self._used:
+            return False
+        if not any(self.keys.signed(key, one, signature) for one in texts):
+            return False
+        self._used[challenge] = made + CHALLENGE_SECONDS + 1, key
+        return True
+
+    def end(self, device: str) -> bytes | None:
+        """End the token of a device, which has to log in again. Return the digest of the token."""
+        if (old := self._token.pop(device, None)) is not None:
+            del self._device[old]
+        return old
 
     def crowded(self, device: str) -> bool:
         """Return whether a device has logged in so often that it must wait."""
@@ -211,7 +294,7 @@ class Logins:
     def device_of(self, token: str) -> str:
         """Return the device that holds a token, or "" if nobody does, or its key is no longer registered."""
         device = self._device.get(_digest(token), "")
-        return device if device in self.keys.known else ""
+        return device if self.keys.has(device) else ""
 
     def replaced(self, token: str) -> bool:
         """Return whether another process with the same key has logged in since."""

@@ -23,9 +23,9 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
 
 from polyfed.core.errors import RecipeError, command, did_you_mean
-from polyfed.core.system.files import sync, without_links
+from polyfed.core.system.files import replace_text, sync, without_links
 from polyfed.transport.connection import host_and_port
-from polyfed.transport.logins import fingerprint
+from polyfed.transport.logins import Renewal, fingerprint, replaced_keys
 from polyfed.transport.queue import at_once
 
 PREFIX = "polyfed-join-"
@@ -54,6 +54,9 @@ LARGEST_KEY = 1000
 
 REGISTER = "devices.sqlite3"
 """The register's file, in the folder of the credentials."""
+
+RETIRED = "retired"
+"""The folder in the credentials with the public keys that devices have replaced, with which older logs are checked."""
 
 LOCK_SECONDS = 10.0
 """How long a write waits for that of another process."""
@@ -146,7 +149,7 @@ class Entry(NamedTuple):
         number: its client number.
         name: its name, that of the file of its key.
         ends: when its token ends, in seconds since 1970.
-        key: fingerprint of its key; "" if it has not joined.
+        key: fingerprint of the key with which it joined; "" if it has not joined.
         joined: when it joined; 0 if it has not.
         ended: when its token or its key was revoked; 0 if it was not.
     """
@@ -184,6 +187,9 @@ CREATE TABLE IF NOT EXISTS devices (
     joined REAL NOT NULL, ended REAL NOT NULL
 );
 CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS renewals (
+    key TEXT PRIMARY KEY, device TEXT NOT NULL, name TEXT NOT NULL, since REAL NOT NULL
+);
 """
 
 
@@ -222,8 +228,18 @@ class Register:
         return entry._replace(ended=entry.joined) if gone else entry
 
     def numbers(self) -> dict[str, int]:
-        """Return the number of each device that has joined, by the fingerprint of its key."""
-        return {one.key: one.number for one in self.entries() if one.state == JOINED}
+        """Return the number of each device that has joined, by the fingerprint of its present key."""
+        now = self.replaced()
+        return {now.get(one.key, one.key): one.number for one in self.entries() if one.state == JOINED}
+
+    def renewals(self) -> list[Renewal]:
+        """Return the keys that replace, or have replaced, another one of the same device, the newest last."""
+        rows = self._rows.execute("SELECT key, device, name, since FROM renewals ORDER BY rowid")
+        return [Renewal(*row) for row in rows]
+
+    def replaced(self) -> dict[str, str]:
+        """Return old key -> the present one of its device, for keys that were replaced."""
+        return replaced_keys(self.renewals())
 
     # what the operator does
 
@@ -297,6 +313,7 @@ class Register:
                 self._rows.execute("UPDATE devices SET ended = ? WHERE token = ?", (time.time(), found.token))
             if name in files and (found is None or found.key):
                 files[name].unlink(missing_ok=True)
+                self._forget_next(name)
                 sync(self.folder)
         return name if found is None else found._replace(ended=time.time())
 
@@ -347,6 +364,64 @@ class Register:
                 self._write(path, line)
             self._rows.execute("UPDATE devices SET key = ?, joined = ? WHERE token = ?", (key, now, entry.token))
         return entry._replace(key=key, joined=now)
+
+    def renew(self, device: str, name: str, line: bytes) -> None:
+        """Register the next key of a device beside its present one, which holds until the next one is used.
+
+        An earlier next key that nobody has used gives way: a thief who has planted one is out after a renewal.
+
+        Args:
+            device: the name of the device, which is the fingerprint of its first key.
+            name: the name of the file of its present key, without `.pub`.
+            line: the new public key, from `public_line`.
+
+        Raises:
+            NotJoined: the key is known, or a file has the name of the new one.
+            OSError: the key cannot be written; then nothing has changed.
+        """
+        key = fingerprint(line)
+        with at_once(self._rows):
+            known = self.renewals()
+            taken = {one.key for one in self.entries()} | {one.key for one in known} | {one.device for one in known}
+            if (
+                any((one.key, one.device, one.since) == (key, device, 0.0) for one in known)
+                and self._next(name).exists()
+            ):
+                return  # the answer was lost
+            if key in taken and not any(one.key == key and not one.since for one in known):
+                raise NotJoined("known")
+            self._forget_next(name)
+            self._write(self._next(name), line)
+            self._rows.execute("INSERT INTO renewals VALUES (?, ?, ?, 0)", (key, device, name))
+
+    def confirm(self, key: str) -> None:
+        """Let a new key, whose holder has just used it, replace the old one, which ends.
+
+        Raises:
+            OSError: the disk is full; then both keys hold.
+        """
+        with at_once(self._rows):
+            one = next((one for one in self.renewals() if one.key == key and not one.since), None)
+            if one is None:
+                return
+            new, now = self._next(one.name), self._key(one.name)
+            if new.exists():  # not so if the server was killed before the row was written
+                retired = self.folder / RETIRED
+                retired.mkdir(mode=0o700, exist_ok=True)
+                count = sum(path.stem.startswith(f"{one.name}.") for path in retired.glob("*.pub"))
+                replace_text(retired / f"{one.name}.{count + 1}.pub", now.read_text(encoding="ascii"))
+                os.replace(new, now)
+                sync(self.folder)
+            self._rows.execute("UPDATE renewals SET since = ? WHERE key = ?", (time.time(), key))
+
+    def _forget_next(self, name: str) -> None:
+        """Drop the next key of a device, if there is one that nobody has used."""
+        if self._rows.execute("DELETE FROM renewals WHERE name = ? AND since = 0", (name,)).rowcount:
+            self._next(name).unlink(missing_ok=True)
+
+    def _next(self, name: str) -> Path:
+        """The file of a device's next key. Its stem has a dot, so it is that of no other device."""
+        return self.folder / f"{name}.next.pub"
 
     def _key(self, name: str) -> Path:
         return self.folder / f"{name}.pub"

@@ -1,7 +1,12 @@
-"""Join a federation from a device: `polyfed device join`. It writes the key, the policy and the file of the device.
+"""Join a federation from a device, `polyfed device join`, and renew its key, `polyfed device renew`.
 
-Everything is prepared in a private folder beside its place, and put there at the end, over no file that exists. A key
-that a server may know stays in that folder if the way breaks off afterwards, so that the same command goes on with it.
+Joining writes the key, the policy and the file of the device. Everything is prepared in a private folder beside its
+place, and put there at the end, over no file that exists. A key that a server may know stays in that folder if the way
+breaks off afterwards, so that the same command goes on with it.
+
+A key is renewed in three steps: the server takes the new key beside the old one, the new one takes the place of the old
+one here, and its first use at the server ends the old one there. Whatever breaks off in between, the key in the file is
+one that the server takes.
 """
 
 import os
@@ -11,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
@@ -25,11 +31,13 @@ from polyfed.deploy.device.agent import alone_in
 from polyfed.deploy.device.allowed_arrays import ROLES, standard
 from polyfed.deploy.device.configuration import NodeConfig
 from polyfed.deploy.device.data import refuse_own_numbers
+from polyfed.deploy.device.device_file import device_file
 from polyfed.deploy.device.recipe_check import Inspection, inspect
+from polyfed.deploy.edge.edge_file import edge_file, is_edge
 from polyfed.experiment.recipes.defaults import kind_of
 from polyfed.experiment.recipes.file_reading import read_file
 from polyfed.privacy.egress.policy import DEFAULT, Policy, guards_among
-from polyfed.transport.connection import SKEW_SECONDS, different_clocks
+from polyfed.transport.connection import SKEW_SECONDS, Connection, different_clocks
 from polyfed.transport.joining import Door, Place
 from polyfed.transport.logins import PrivateKey
 from polyfed.transport.tokens import JoinToken
@@ -52,6 +60,7 @@ class Wanted:
         modalities: the arrays with which the device takes part; () for those that polyfed finds.
         label: the array of the labels; "" for the one that polyfed finds, if there is one.
         silo: the number of the device's silo, or -1.
+        state: folder in which the device keeps its state; None for the one beside the data.
     """
 
     data: Path
@@ -60,6 +69,7 @@ class Wanted:
     modalities: tuple[str, ...] = ()
     label: str = ""
     silo: int = -1
+    state: Path | None = None
 
     @property
     def written(self) -> tuple[str, ...]:
@@ -137,7 +147,7 @@ def join(token: str, wanted: Wanted, agree: Callable[[Proposal], bool]) -> Joine
             told = (*notes, *filter(None, (clocks, why)))
             if not agree(Proposal(known.address, known.authority.hex(), place, inspection, told)):
                 return None
-            key, keep = _key(stage), True
+            key, keep = _key(stage / KEY), True
             try:
                 door.register(key)
             except RecipeError:  # the server does not take a key that it has never heard of
@@ -302,21 +312,29 @@ def _inspected(node: NodeConfig, columns: Columns, recipe: str, stage: Path) -> 
         return plain, f"this device would refuse the recipe that the server is about to run: {said}"
 
 
-def _key(stage: Path) -> PrivateKey:
-    """Return the key of the device, which is made here and never leaves."""
-    path = stage / KEY
+def _key(path: Path, like: Path | None = None) -> PrivateKey:
+    """Return the key in a file, which is made here and never leaves.
+
+    Args:
+        like: a file with the owner and group that the key gets, as far as this user may give them.
+    """
     if not path.exists():
         made = ec.generate_private_key(ec.SECP384R1()).private_bytes(
             Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()
         )
-        draft = stage / f"{KEY}.draft"
+        draft = path.with_name(f"{path.name}.draft")
         draft.unlink(missing_ok=True)
         number = without_links(str(draft), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(number, "wb") as file:
             file.write(made)
+            if like is not None:
+                facts = like.stat()
+                with suppress(PermissionError):
+                    os.fchown(number, facts.st_uid, facts.st_gid)
+                os.fchmod(number, stat.S_IMODE(facts.st_mode) & 0o640)
         sync(draft)
         draft.rename(path)
-        sync(stage)
+        sync(path.parent)
     return PrivateKey(path)
 
 
@@ -337,6 +355,7 @@ def _device_text(wanted: Wanted, node: NodeConfig, address: str, place: Place) -
         f"modalities = {toml_value(list(node.held))}",
         f"policy = {toml_value(policy)}",
         *([f"silo = {wanted.silo}"] if wanted.silo >= 0 else []),
+        *([f"state = {toml_value(_from(wanted.state, folder))}"] if wanted.state is not None else []),
         "",
     ]
     return "\n".join(lines)
@@ -369,6 +388,74 @@ def _put(source: Path, target: Path) -> None:
         if os.path.lexists(target):
             raise
         source.rename(target)
+
+
+@dataclass(frozen=True)
+class Renewed:
+    """A device with a new key.
+
+    Attributes:
+        client: its number; that of the silo, for an edge.
+        key: the file of the key.
+        before: fingerprint of the key that has ended.
+        now: fingerprint of the key that holds.
+    """
+
+    client: int
+    key: Path
+    before: str
+    now: str
+
+
+def renew(file: Path, client: int | None = None, key: Path | None = None) -> list[Renewed]:
+    """Renew the keys of the devices of a file, or go on where an earlier call broke off. The processes run on.
+
+    Args:
+        file: that of `polyfed device` or of `polyfed edge`.
+        client: only this device.
+        key: the file of the key, if the one that the file names is a copy of it.
+
+    Raises:
+        RecipeError: a file is wrong, there is no such device, or the server does not know its key.
+        TransportError: the server does not answer, or is another one.
+    """
+    told = edge_file(file) if is_edge(file) else device_file(file)
+    several = [one for one in told["devices"] if client in (None, one["config"]["client"])]
+    if not several:
+        known = ", ".join(str(one["config"]["client"]) for one in told["devices"])
+        raise RecipeError(f"{file} has no device with the number {client}; it has {known}")
+    if key is not None and len(several) > 1:
+        raise RecipeError(f"--key is the key of one device, and {file} has {len(several)}: add --client N")
+    server = told["server"], Path(told["ca"])
+    return [_renewed(*server, one["config"]["client"], Path(one["key"]) if key is None else key) for one in several]
+
+
+def _renewed(server: str, ca: Path, client: int, path: Path) -> Renewed:
+    path = path.resolve()
+    draft, kept = (path.with_name(f".{path.name}.polyfed-{word}") for word in ("next", "old"))
+    try:
+        if draft.exists() or not kept.exists():  # else the new key is in its place, and only its first use is missing
+            new = _key(draft, path)
+            _asked(server, ca, PrivateKey(path), new)
+            kept.unlink(missing_ok=True)
+            os.link(path, kept)
+            draft.rename(path)
+            sync(path.parent)
+        before, now = PrivateKey(kept), PrivateKey(path)
+        _asked(server, ca, now)
+        kept.unlink()
+        sync(path.parent)
+    except OSError as error:
+        raise RecipeError(f"{path.parent} cannot be written: {error}. The key holds as it is; try again") from None
+    return Renewed(client, path, before.fingerprint, now.fingerprint)
+
+
+def _asked(server: str, ca: Path, key: PrivateKey, new: PrivateKey | None = None) -> None:
+    connection = Connection(server, ca, key, Event(), lambda text: None)
+    try:
+        connection.renew(new)
+    finally:
+        connection.close()
 
 
 def start_of(joined: Joined) -> str:

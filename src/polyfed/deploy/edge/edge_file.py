@@ -114,6 +114,15 @@ def edge_file(path: Path) -> dict[str, Any]:
     }
 
 
+def is_edge(path: Path) -> bool:
+    """Return whether a file is that of an edge, and not of devices."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError):
+        return False
+    return "device" not in table and "credentials" in table
+
+
 def refuse_demands(edge: EdgeConfig) -> None:
     """Refuse a policy file with sections that only a device, which has the rows, can obey.
 

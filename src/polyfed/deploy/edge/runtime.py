@@ -136,7 +136,7 @@ class AtEdge:
         told: dict[str, Any] = {"rounds_left": rounds, "run": run}
         with self._devices(edge, recipe, **told) as (transport, _):
             known = _met(transport, edge, PATIENCE * recipe.deployment.enrol_seconds)
-            nodes = {str(client): transport.device_of(node) for client, node in transport.node_of.items()}
+            nodes = {str(client): str(node) for client, node in transport.node_of.items()}
         policy = _policy(edge, recipe, known)
         if not policy.allows("statistic", SHARED, "server"):
             fix = policy.fix(("statistic",), SHARED, "server")
@@ -151,7 +151,8 @@ class AtEdge:
         """Yield the transport to the devices, and the number of a new session."""
         folder = edge.node.folder
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        members = Membership(folder, Register(Path(edge.credentials)).numbers)
+        register = Register(Path(edge.credentials))
+        members = Membership(folder, register.numbers, register.replaced)
 
         def vet(packet: Packet, device: str) -> str:
             if packet.header.get("silo") != edge.silo:
@@ -161,7 +162,7 @@ class AtEdge:
 
         limit = recipe.deployment.message_megabytes * MEGABYTE
         queue = Queue(Path(edge.credentials) / "queue")
-        transport = QueueTransport(queue=queue, app=self.app, vet=vet, limit=limit, **told)
+        transport = QueueTransport(queue=queue, app=self.app, vet=vet, limit=limit, renewed=register.replaced, **told)
         try:
             yield transport, members.session
         finally:

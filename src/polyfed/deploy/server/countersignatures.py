@@ -5,7 +5,7 @@ nothing in the run, so whatever goes wrong here is a line of the log.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from polyfed.engines.protocol import MOST_UNANSWERED, SIGNED, Patience, one_line
 from polyfed.federation.wire.wire_format import Packet
 from polyfed.privacy.egress.audit_log.keys import is_signed, is_tied
 from polyfed.privacy.egress.audit_log.receipts import RECEIPT, ClientLedger, ledgers, log_rows, receipt_in
+from polyfed.transport.logins import fingerprint
 
 SIGN_SECONDS = 60.0
 """How long the server waits for the receipts: a device reads its whole audit log for one (inferred)."""
@@ -24,13 +25,16 @@ AWAY_SECONDS = 5.0
 """How long the server waits for a device that is offline at the end of the run (inferred)."""
 
 
-def collect_receipts(out: Path, run: str, transport: Any) -> None:
+def collect_receipts(
+    out: Path, run: str, transport: Any, signed_by: Callable[[int, str], None] = lambda client, key: None
+) -> None:
     """Ask all devices of a finished run for their receipts, and write these to the run folder.
 
     Args:
         out: the folder of the run.
         run: the run's name.
         transport: carries packets to the devices that have enrolled.
+        signed_by: called with each client, and the fingerprint of its device's key at this time.
     """
     try:
         known = ledgers(log_rows(out / AUDIT), run) if (out / AUDIT).exists() else {}
@@ -41,7 +45,9 @@ def collect_receipts(out: Path, run: str, transport: Any) -> None:
         kept = dict[str, Any]()
         for client, answer in answers.items():
             try:
-                kept[str(client)] = _receipt_of(answer, run, client, there[client])
+                kept[str(client)] = told = _receipt_of(answer, run, client, there[client])
+                if "tie" in told:
+                    signed_by(client, fingerprint(told["tie"]["key"].encode()))
             except ValueError as error:
                 LOGGER.warning("client %d has not signed its ledger of the run: %s", client, one_line(error))
         replace_text(out / RECEIPTS, json.dumps(kept, indent=1))

@@ -9,13 +9,13 @@ from polyfed.deploy.credentials import SERVER, care_for_certificate, check_serve
 from polyfed.deploy.metrics import require_prometheus
 from polyfed.deploy.processes import HOST, ServerPorts, listens
 from polyfed.deploy.server.jobs import Jobs, supervised
-from polyfed.deploy.server.run_log import RUNS, remove_old
+from polyfed.deploy.server.run_log import RUNS
 from polyfed.transport.hub import HubServer
 from polyfed.transport.queue import SERVER as SERVER_BELL
 from polyfed.transport.queue import ring
 
 SHOWN = 10
-"""Most runs in the status of a server."""
+"""Most runs in the status of a server, and most jobs, unless more are running."""
 
 
 def server(credentials: Path, ports: ServerPorts, jobs: int = 1) -> None:
@@ -36,7 +36,6 @@ def server(credentials: Path, ports: ServerPorts, jobs: int = 1) -> None:
         if listens(number) or numbers.count(number) > 1:
             raise RecipeError(f"port {number} of this machine is taken; choose another (--port, --metrics-port, ...)")
     statuses = credentials / RUNS
-    remove_old(statuses)
     hub = HubServer(credentials, ports.host, ports.port, lambda: care_for_certificate(credentials))
     if ports.metrics_port or ports.status_port:
         _add_monitors(hub, ports, statuses)
@@ -54,9 +53,7 @@ def _add_monitors(hub: HubServer, ports: ServerPorts, statuses: Path) -> None:
     def facts() -> dict[str, Any]:
         found = sorted(statuses.glob("*/"), key=lambda one: one.stat().st_mtime, reverse=True)[:SHOWN]
         ends = {"certificate_ends": time.time() + days_left(hub.credentials) * 24 * 3600}
-        jobs = Jobs(hub.credentials)
-        shown = [jobs.facts(job) for job in jobs.all()[-SHOWN:]]
-        return {**hub.hub.facts(), **ends, "runs": [one.name for one in found], "jobs": shown}
+        return {**hub.hub.facts(), **ends, "runs": [one.name for one in found], **Jobs(hub.credentials).shown(SHOWN)}
 
     token = token_at(hub.credentials / TOKEN)
     if ports.metrics_port:

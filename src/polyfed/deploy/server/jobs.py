@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -43,6 +44,8 @@ WAITING, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED = (
     "cancelled",
 )
 """The states of a job."""
+
+STATES = (WAITING, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED)
 
 ORDERS = {
     "pause": (PAUSED, (WAITING, RUNNING)),
@@ -165,6 +168,17 @@ class Jobs:
                 found.append(self.get(number))
         return found
 
+    def shown(self, most: int) -> dict[str, Any]:
+        """Return what a status shows: facts about `jobs`, those that run and the latest others, at most `most` in all
+        unless more run, and `job_states`, the number of jobs in each state.
+        """
+        found = self.all()
+        run = [job for job in found if job.state == RUNNING]
+        others = [job for job in found if job.state != RUNNING]
+        several = sorted([*run, *others[max(len(others) - max(most - len(run), 0), 0) :]], key=lambda job: job.id)
+        states = Counter(job.state for job in found)
+        return {"jobs": [self.facts(job) for job in several], "job_states": {name: states[name] for name in STATES}}
+
     def damaged(self) -> list[int]:
         """Return the numbers of the jobs whose records cannot be read."""
         return sorted(set(self._numbers()) - {job.id for job in self.all()})
@@ -285,7 +299,7 @@ def _is_record(told: Any, number: int) -> bool:
     if not isinstance(told, dict) or set(told) != set(kinds) or told["id"] != number:
         return False
     fits = (isinstance(told[name], (int, float) if kind is float else kind) for name, kind in kinds.items())  # type: ignore[arg-type]
-    return all(fits) and told["state"] in (WAITING, RUNNING, PAUSED, FINISHED, FAILED, CANCELLED)
+    return all(fits) and told["state"] in STATES
 
 
 def _user() -> str:

@@ -85,6 +85,7 @@ class Membership:
         folder: the run folder, which must exist.
         joined: returns the client number of each device that has joined the server with a token, by the fingerprint of
             its key. No other device may take such a number, and such a device no other number.
+        renewed: returns the present key of each device that has replaced its key, by the fingerprint of every old one.
 
     Attributes:
         session: the number of the server's current session. A new session begins each time the server starts. Its
@@ -95,8 +96,13 @@ class Membership:
         CheckpointError: the file in the folder is damaged.
     """
 
-    def __init__(self, folder: Path, joined: Callable[[], Mapping[str, int]] = dict) -> None:
-        self._path, self._joined = folder / MEMBERS, joined
+    def __init__(
+        self,
+        folder: Path,
+        joined: Callable[[], Mapping[str, int]] = dict,
+        renewed: Callable[[], Mapping[str, str]] = dict,
+    ) -> None:
+        self._path, self._joined, self._renewed = folder / MEMBERS, joined, renewed
         session, self._devices = self._read()
         self.session: int = max(session + 1, int(time.time() * 1000))
         self.left_out: dict[int, str] = {}
@@ -118,6 +124,7 @@ class Membership:
             return f"client {client} was left out: {self.left_out[client]}"
         if why := self._not_as_joined(client, device):
             return why
+        self._follow()
         number = str(client)
         if own := [taken for taken, known in self._devices.items() if known == device and taken != number]:
             return (
@@ -134,6 +141,21 @@ class Membership:
                 "in the run folder"
             )
         return ""
+
+    def signed_by(self, client: int, key: str) -> None:
+        """Note with which of its keys, if it has had several, the device of a client has signed its ledger."""
+        renewed, known = self._renewed(), self._devices.get(str(client), key)
+        if known != key and renewed.get(known, known) == renewed.get(key, key):
+            self._devices[str(client)] = key
+            self._write()
+
+    def _follow(self) -> None:
+        """Note the present keys of devices that have replaced theirs."""
+        renewed = self._renewed()
+        now = {number: renewed.get(device, device) for number, device in self._devices.items()}
+        if now != self._devices:
+            self._devices = now
+            self._write()
 
     def _not_as_joined(self, client: int, device: str) -> str:
         """Return why a device that joined with a token has another number, or a number is another such device's."""

@@ -18,6 +18,7 @@ from typing import Any
 
 from polyfed.core.errors import RecipeError
 from polyfed.deploy.metrics import CONTENT_TYPE, installed, registry
+from polyfed.deploy.server.jobs import STATES as JOB_STATES
 from polyfed.deploy.server.membership import clients_of
 from polyfed.deploy.server.run_log import UNFINISHED, read_status
 
@@ -43,6 +44,24 @@ RUN_COUNTS = {
 """Numbers in the status of a run that become counters, `polyfed_run_<name>_total`, with the same label."""
 
 RUN_STATES = (*UNFINISHED, "finished", "failed")
+
+JOB_NUMBERS = {
+    "round": "Rounds of the job that are done.",
+    "rounds": "Rounds that the job is to have.",
+    "enrolled": "Clients that enrolled in the latest start of the job.",
+    "wanted": "Clients that the job waits for.",
+    "epsilon": "Epsilon of the job so far; absent without differential privacy.",
+}
+"""Facts of a job (`Jobs.facts`) that become gauges, `polyfed_job_<name>`. Their label is `id`: Prometheus gives the
+label `job` to every series."""
+
+JOB_COUNTS = {
+    "bytes_up": "Bytes that clients sent in all starts of the job.",
+    "bytes_down": "Bytes sent to clients in all starts of the job.",
+    "missing": "Requests of the job without a usable reply.",
+    "starts": "Times that the job's process was started.",
+}
+"""Facts of a job that become counters, `polyfed_job_<name>_total`, with the same label."""
 
 SECURITY = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; "
@@ -92,9 +111,10 @@ def status_of(link: Facts, statuses: Path) -> dict[str, Any]:
     """Return the status of a server and its latest runs.
 
     Args:
-        link: `nodes`, `away`, `certificate_ends` and `runs` (names of the latest runs) of the server. In the result,
-            each device in `away` has the fingerprint of its `key` and, if it has taken part in one of the runs, its
-            number as `client`. Each run has `id`, `state` and `progress`.
+        link: `nodes`, `away`, `certificate_ends`, `runs` (names of the latest runs), and as far as there are jobs
+            `jobs` (facts of some) and `job_states` (number of jobs in each state) of the server. In the result, each
+            device in `away` has the fingerprint of its `key` and, if it has taken part in one of the runs, its number
+            as `client`. Each run has `id`, `state` and `progress`.
         statuses: the folder with the statuses of the runs; see `polyfed.deploy.server.run_log`.
     """
     told = {name: read_status(statuses / name) for name in link.get("runs", ())}
@@ -131,7 +151,31 @@ def metrics_of(status: Facts) -> bytes:
             gauge.labels(identity).set(float(progress.get(name, 0)))
         for name, count in counts.items():
             count.labels(identity).inc(float(progress.get(name, 0)))
+    _add_jobs(made, status)
     return generate_latest(made)
+
+
+def _add_jobs(made: Any, status: Facts) -> None:
+    """Add the metrics of jobs. Their labels are bounded: states, and the numbers of the jobs that the status shows."""
+    from prometheus_client import Counter, Gauge
+
+    held = Gauge("polyfed_jobs", "Jobs in this state.", ["state"], registry=made)
+    for state, count in status.get("job_states", {}).items():
+        held.labels(state).set(float(count))
+    gauges = {name: Gauge(f"polyfed_job_{name}", text, ["id"], registry=made) for name, text in JOB_NUMBERS.items()}
+    counts = {name: Counter(f"polyfed_job_{name}", text, ["id"], registry=made) for name, text in JOB_COUNTS.items()}
+    states = Gauge("polyfed_job_state", "1 for the state of the job, 0 for the others.", ["id", "state"], registry=made)
+    changed = Gauge("polyfed_job_changed_timestamp_seconds", "When its state changed.", ["id"], registry=made)
+    for job in status.get("jobs", ()):
+        identity = str(job["id"])
+        changed.labels(identity).set(float(job["changed"]))
+        for state in JOB_STATES:
+            states.labels(identity, state).set(float(job["state"] == state))
+        for name, gauge in gauges.items():
+            if job[name] is not None:
+                gauge.labels(identity).set(float(job[name]))
+        for name, count in counts.items():
+            count.labels(identity).inc(float(job[name]))
 
 
 class ServerMonitor:

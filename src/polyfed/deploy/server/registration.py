@@ -132,11 +132,13 @@ def devices(folder: Path) -> list[dict[str, Any]]:
         RecipeError: the folder holds no server.
     """
     with registered(folder) as register:
-        entries = register.entries()
+        entries, renewals, now = register.entries(), register.renewals(), register.replaced()
     known = {one.name for one in entries if one.state == JOINED}
+    known |= {f"{one.name}.next" for one in renewals if not one.since}
     loose = sorted(path.stem for path in folder.glob("*.pub") if path.stem not in known)
     plain = {"number": None, "ends": 0.0, "key": "", "joined": 0.0, "ended": 0.0, "state": "a key without a token"}
-    return [*(one.facts() for one in entries), *({**plain, "name": name} for name in loose)]
+    present = (one._replace(key=now.get(one.key, one.key)) for one in entries)
+    return [*(one.facts() for one in present), *({**plain, "name": name} for name in loose)]
 
 
 def start_of(folder: Path) -> str:

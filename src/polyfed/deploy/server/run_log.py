@@ -179,6 +179,8 @@ def listeners_of(run: Path, identity: str) -> tuple[list[Any], RunStatus | None]
         identity: the name of this start of the run.
     """
     where = os.environ.get(STATUS_FOLDER)
+    if where:
+        remove_old(Path(where))  # a server may run for months
     status = RunStatus(Path(where) / identity, run) if where else None
     return [log_run] if status is None else [log_run, status], status
 

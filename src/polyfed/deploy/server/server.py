@@ -147,7 +147,7 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, str], execute:
         records = Records(out, resume=True, audit=AuditLog(out))
         emit = Emitter(listeners)
         with only_server(out):
-            members = Membership(out, transport.joined)
+            members = Membership(out, transport.joined, transport.renewed)
             transport.vet, transport.limit = members.refusal, recipe.deployment.message_megabytes * MEGABYTE
             transport.rounds_left = max(recipe.rounds - newest(records.checkpoints), 1)
             transport.run = str(records.facts().get("run", "")) if records.begun else ""
@@ -168,7 +168,7 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, str], execute:
             if recipe.deployment.relay == "edge":
                 LOGGER.info("edges sign no receipts: `polyfed audit-log reconcile` compares this log with theirs")
             else:
-                collect_receipts(out, str(records.facts()["run"]), transport)
+                collect_receipts(out, str(records.facts()["run"]), transport, members.signed_by)
 
 
 @contextmanager

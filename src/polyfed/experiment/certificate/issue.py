@@ -46,6 +46,7 @@ from polyfed.report import reconcile
 from polyfed.report.reading.run_folder import Folder
 from polyfed.report.reading.run_schema import LEAKAGE_AUDIT
 from polyfed.transport.logins import fingerprint
+from polyfed.transport.tokens import RETIRED
 
 FORMAT = "polyfed certificate 1"
 """The first entry of every certificate of this version, with which also the signed text begins."""
@@ -80,10 +81,10 @@ class PublicKeys:
     """The public keys in a folder: of devices in OpenSSH's format, and of audit logs and runs in PEM.
 
     Args:
-        folder: the folder, whose files `*.pub` are read.
+        folder: the folder, whose files `*.pub` are read, and the keys in `retired` that devices have replaced since.
 
     Attributes:
-        devices: fingerprint of a device's key -> name of its file without `.pub`.
+        devices: fingerprint of a device's key -> name of its file without `.pub`, that of its present key.
         logs: the keys of audit logs and runs.
 
     Raises:
@@ -93,7 +94,7 @@ class PublicKeys:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.devices, self.logs = dict[str, str](), set[str]()
-        paths = sorted(folder.glob("*.pub"))
+        paths = [*sorted((folder / RETIRED).glob("*.pub")), *sorted(folder.glob("*.pub"))]
         for path in paths:
             try:
                 self._read(path)
@@ -113,7 +114,10 @@ class PublicKeys:
             self.logs.add(key_text(key))
         else:
             load_ssh_public_key(text)
-            self.devices[fingerprint(text)] = path.stem
+            retired = path.parent.name == RETIRED
+            self.devices[fingerprint(text)] = (
+                path.stem.rpartition(".")[0] if retired else path.stem.removesuffix(".next")
+            )
 
 
 def certify(run: str | Path, out: Path | None = None, keys: Path | None = None) -> tuple[Path, dict[str, Any]]:

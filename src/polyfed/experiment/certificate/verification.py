@@ -150,8 +150,11 @@ def verify_certificate(
         _check_client(one, content, trusted, found)
     if content["kind"] == DEPLOYMENT:
         _count_receipts(content, found)
-    if trusted is not None and (others := trusted.devices.keys() - {one["device"] for one in content["clients"]}):
-        named = ", ".join(sorted(trusted.devices[key] for key in others)[:MOST_TOLD])
+    names = {} if trusted is None else trusted.devices
+    if trusted is not None and (
+        others := set(names.values()) - {names.get(one["device"]) for one in content["clients"]}
+    ):
+        named = ", ".join(sorted(others)[:MOST_TOLD])
         found.remarks.append(f"{trusted.folder} has keys of devices that the certificate does not name: {named}")
     if run is not None:
         _compare_run(content, run, found)

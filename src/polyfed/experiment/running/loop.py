@@ -89,6 +89,7 @@ def execute(
     with pytorch_settings(recipe), ExitStack() as stack:
         kept = records.folder if records is not None and records.begun else app
         parts: dict[str, Any] = {"population": population, "engine": engine, "folder": kept, "deployed": deployed}
+        parts["spare"] = records.folder if records is not None and deployed else None
         assembly = assemble(recipe, run_id(recipe.seed), emit, **parts)
         stack.callback(assembly.engine.close)
         check_before_run(assembly)
@@ -214,9 +215,11 @@ class _Loop:
         self.rounds = self.repeated.rewound(records, content["places"], round)
         self.totals = content["totals"]
         records.note(table, facts)
-        state, engine = content["state"], self.assembly.engine
+        state, engine = self.assembly.put_away(content.pop("state")), self.assembly.engine
         self.assembly.resume(state, content["locals"], round)
         self.best = kept_best(records.checkpoints, content.get("best"), self.recipe.algorithm, engine.device)
+        if self.best is not None:
+            self.best["state"] = self.assembly.put_away(self.best["state"])
         self.emit("note", text=f"resumed after round {round}")
         self._stop(self._ended(self.rounds))
         self._announce(round + 1)
@@ -253,7 +256,7 @@ class _Loop:
         )
         started = time.perf_counter()
         with self.fed.watched(self.updates.watch):
-            state = checked_state(algorithm, algorithm.round(state, self.fed))
+            state = self.assembly.put_away(checked_state(algorithm, algorithm.round(state, self.fed)))
         seconds = time.perf_counter() - started
         times = self.fed.clock.finish() if self.fed.clock is not None else None
         row = self._book(round) | {"training_requests": self.fed.asked, "seconds": {"train": seconds}}
