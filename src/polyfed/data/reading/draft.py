@@ -123,9 +123,7 @@ def columns_of(draft: Draft, given: Given, problems: Problems) -> Columns:
     Raises:
         DataError: The draft has faults; the message lists all of them.
     """
-    gone = None
-    if draft.labels is not None:
-        gone = problems.attempt(lambda: without_label(draft.labels, draft.place("label")))
+    gone = problems.attempt(lambda: _without_label(draft))
     labels = problems.attempt(lambda: _labels(draft, gone, given))
     made = {n: problems.attempt(partial(_modality, draft, n, values)) for n, values in draft.modalities.items()}
     found = {name: column for name, column in made.items() if column is not None}
@@ -147,16 +145,8 @@ def columns_of(draft: Draft, given: Given, problems: Problems) -> Columns:
     client, names = (None, None) if people is None else people
     split, notes = facts["split"], list(draft.notes)
     notes += [labels.note] if labels.note else []
-    if split is None:
-        split = drawn(labels.values, given.test_share, given.seed)
-        notes += [drawn_note(given.test_share)] if given.test_share else []
-    if given.empty_rows == "leave-out" and (told := bare_rows(present)):
-        split = split.masked_fill(~torch.stack(list(present.values())).any(0), LEFT_OUT)
-        notes.append(f"{told}; {EMPTY}")
-    if gone is not None and gone.any():
-        split = split.masked_fill(torch.from_numpy(gone), LEFT_OUT)
-        count = counted(int(gone.sum()), "row has", "rows have")
-        notes.append(f"{count} no label, first row {int(gone.argmax())}; {EMPTY}")
+    split, told = _split(split, labels, present, gone, given)
+    notes += told
     columns = Columns(
         name=draft.name,
         modalities={n: replace(column, names=draft.names.get(n, ())) for n, (column, _) in found.items()},
@@ -200,6 +190,37 @@ def _undeclared(
     if not draft.declared:
         return present
     return {name: there | ~_marked(draft, name, there) for name, (_, there) in found.items() if name in present}
+
+
+def _without_label(draft: Draft) -> NDArray[np.bool_] | None:
+    """Return the rows whose class is empty, bool (N,), or None if the draft has no labels."""
+    return None if draft.labels is None else without_label(draft.labels, draft.place("label"))
+
+
+def _split(
+    split: Tensor | None, labels: Labels, present: Mapping[str, Tensor], gone: NDArray[np.bool_] | None, given: Given
+) -> tuple[Tensor, list[str]]:
+    """Return the split of each row, drawn if there is none, and notes about it and about the rows left out.
+
+    Args:
+        split: split codes (N,), or None.
+        labels: of all rows, by whose classes a test set is drawn.
+        present: modality -> bool (N,), which rows have it.
+        gone: bool (N,), the rows without a class.
+        given: how the test set is drawn, and whether rows without any modality are left out.
+    """
+    notes = list[str]()
+    if split is None:
+        split = drawn(labels.values, given.test_share, given.seed)
+        notes += [drawn_note(given.test_share)] if given.test_share else []
+    if given.empty_rows == "leave-out" and (told := bare_rows(present)):
+        split = split.masked_fill(~torch.stack(list(present.values())).any(0), LEFT_OUT)
+        notes.append(f"{told}; {EMPTY}")
+    if gone is not None and gone.any():
+        split = split.masked_fill(torch.from_numpy(gone), LEFT_OUT)
+        count = counted(int(gone.sum()), "row has", "rows have")
+        notes.append(f"{count} no label, first row {int(gone.argmax())}; {EMPTY}")
+    return split, notes
 
 
 def _labels(draft: Draft, gone: NDArray[np.bool_] | None, given: Given) -> Labels:

@@ -77,8 +77,7 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
     for remark in (*reading.doubts, *([doubtful] if doubtful else [])):
         warn(remark, PolyfedWarning, stacklevel=3)
     columns, drawn = _splits(columns, table, source)
-    notes = [note for note in notes if note != drawn]
-    notes += _scaled(columns, table)
+    notes = [*(note for note in notes if note != drawn), *_scaled(columns, table)]
     name = "npz" if isinstance(source, Npz) else "table"
     clients, words = _clients(columns, table, task)
     if _marks(columns):
