@@ -293,6 +293,8 @@ def guessed(frame: "pd.DataFrame", special: Iterable[str], rules: Mapping[str, C
 
 _TIME = re.compile(r"(.*[_.\- ])?(time|timestamp|datetime|epoch|unixtime)([_.\- ].*)?", re.IGNORECASE)
 
+_BEGIN = re.compile(r"(.*[_.\- ])?(start|onset|begin)([_.\- ].*)?", re.IGNORECASE)
+
 _ID = re.compile(r"(?i:^|[^a-z])(?i:ids?|nr|no|num|number|index|key|code)(?i:$|[^a-z])|[a-z]I[dD]$")
 
 _EPOCHS = tuple((start * unit, end * unit) for start, end in ((1e9, 2.2e9),) for unit in (1, 1e3, 1e6, 1e9))
@@ -302,6 +304,19 @@ FEWEST_IDS = 20
 """The fewest rows whose whole numbers, all of them different, are taken for names of the rows (ours)."""
 
 
+def times_among(columns: Mapping[str, "pd.Series[Any]"]) -> list[str]:
+    """Return the names of the columns that look like the time at which a row begins."""
+    return [
+        name
+        for name, column in columns.items()
+        if are_dates(column)
+        or (column.dtype.kind in "iuf" and (_BEGIN.fullmatch(name) or _suspicion(name, column) == TIME))
+    ]
+
+
+TIME = "looks like a time"
+
+
 def _suspicion(name: str, column: "pd.Series[Any]") -> str:
     """Return why a column of numbers may be no input, or an empty text."""
     if column.dtype.kind not in "iuf" or len(column) < FEWEST_IDS:
@@ -309,7 +324,7 @@ def _suspicion(name: str, column: "pd.Series[Any]") -> str:
     known = column.dropna()
     low, high = (float(known.min()), float(known.max())) if len(known) else (0.0, 0.0)
     if any(start <= low <= high <= end for start, end in _EPOCHS) or _TIME.fullmatch(name):
-        return "looks like a time"
+        return TIME
     whole = column.dtype.kind in "iu" or bool((known == known.round()).all())
     near = high - low < 20 * len(column) or _ID.search(name)
     return "holds another whole number in every row, as an id does" if whole and near and column.is_unique else ""

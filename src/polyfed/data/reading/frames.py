@@ -28,7 +28,7 @@ from polyfed.data.reading.column_guess import (
 )
 from polyfed.data.reading.draft import Draft
 from polyfed.data.reading.given import Given, Modalities, Partial
-from polyfed.data.reading.row_facts import as_array, missing, ordered_words
+from polyfed.data.reading.row_facts import as_array, ordered_words
 from polyfed.data.reading.values import array_of, is_missing
 from polyfed.data.whole_columns import as_cells, read_cells
 
@@ -55,7 +55,8 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, given: Given, problems
     if not len(frame):
         raise DataError(f"{where} has no rows. Check where it comes from")
     given = replace(given, ids=_ids_column(frame, given))
-    clients, split, ids = (_fact(frame, role, given, where, problems) for role in ("clients", "split", "ids"))
+    roles = ("clients", "split", "split_personal", "ids")
+    clients, split, personal, ids = (_fact(frame, role, given, where, problems) for role in roles)
     labels, levels = problems.attempt(lambda: _labels(frame, given, where)) or (None, None)
     groups, notes = _groups(frame, given, where, problems)
     values: dict[str, Any] = {}
@@ -87,12 +88,13 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, given: Given, problems
     if labels is None and given.label_columns and "labels" not in given.optional:
         found["labels"] = np.zeros(len(frame), np.int64)  # the fault is among the problems
     names = given.label_columns if len(given.label_columns) > 1 else levels
-    facts_of: dict[str, Any] = {"clients": clients, "split": split, "class_names": names}
+    facts_of: dict[str, Any] = {"clients": clients, "split": split, "split_personal": personal, "class_names": names}
     facts_of["ids"] = "rows" if ids is None else ids
     faulty = tuple(modality for modality in groups if modality not in values)
     told: dict[str, Any] = {"present": present, "cut": cut, "faulty": faulty, "notes": tuple(notes), "coded": coded}
     told |= {"cures": cures, "whole": whole}
     told |= {"names": {modality: tuple(group) for modality, group in groups.items()}}
+    told |= {"called": {"label": f"the labels, column '{given.labels}'"}} if isinstance(given.labels, str) else {}
     told["origin"] = origin_of(groups, given.label_columns, list(frame.columns))
     told["called"] = _called(given, frame)
     return Draft(name=name, where=where, **(told | found | facts_of | more))
@@ -206,7 +208,7 @@ def _labels(frame: "pd.DataFrame", given: Given, where: str) -> tuple[Any, tuple
     if found.dtype.kind == "f" and len(found):
         gone = np.isnan(found)
         if gone.any() and (found[~gone] == np.round(found[~gone])).all():  # whole numbers, except for empty cells
-            raise missing(gone, f"{where}: column '{given.labels}'")
+            found = np.array([None if np.isnan(number) else int(number) for number in found], dtype=object)
     return found, None
 
 

@@ -1,6 +1,7 @@
 """Reads the label, the natural client and the split of each row of a table. All of them may be numbers or words."""
 
 import re
+import shlex
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -168,10 +169,16 @@ def tell_alike(words: NDArray[Any], where: str, what: str, counts: Mapping[str, 
     same = {
         word: kept for group in alike for kept in [_plainest(group, counts or {})] for word in group if word != kept
     }
-    cure = f"of a table's file, [data] relabel = {toml_value(same)} does"
+    cure = f"of a table's file, {option('relabel', same)} does"
     if blanks:
         raise DataError(f"{text}. Write them the same way; {cure}")
     warnings.warn(f"{text}. Write them the same way if they are one; {cure}", PolyfedWarning, stacklevel=4)
+
+
+def option(name: str, value: Any) -> str:
+    """Return an option of [data] for an error text, with the words of `polyfed init` that set it."""
+    written = toml_value(value)
+    return f"[data] {name} = {written} (polyfed init: {shlex.join(['--set', f'data.{name}={written}'])})"
 
 
 def _plainest(group: Sequence[str], counts: Mapping[str, int]) -> str:
@@ -337,11 +344,26 @@ def _words(array: NDArray[Any], where: str, names: Sequence[str] | None) -> Labe
     return Labels(values, tuple(number), len(number), names is None, note)
 
 
-def missing(gone: NDArray[np.bool_], where: str) -> DataError:
-    """Return the error for facts that are missing in some rows. `gone`, bool (N,), marks these rows."""
+def without_label(values: Any, where: str) -> NDArray[np.bool_]:
+    """Return the rows whose class is empty, bool (N,), if the labels are words or objects (N,); else no row."""
+    array = as_array(values, where)
+    if array.ndim != 1 or array.dtype.kind not in "OUS":
+        return np.zeros(len(array) if array.ndim else 0, np.bool_)
+    empty = (is_missing(cell) or (isinstance(cell, str | bytes) and not cell.strip()) for cell in array.tolist())
+    return np.fromiter(empty, np.bool_, len(array))
+
+
+def missing(gone: NDArray[np.bool_], where: str, cure: str = "leave the rows out") -> DataError:
+    """Return the error for facts that are missing in some rows.
+
+    Args:
+        gone: bool (N,), these rows.
+        where: the name of the facts.
+        cure: what to do, other than to fill the cells in.
+    """
     return DataError(
         f"{where} is empty in {int(gone.sum())} of {gone.size} rows, first row {int(np.flatnonzero(gone)[0])}. "
-        "Fill these cells in, or leave the rows out"
+        f"Fill these cells in, or {cure}"
     )
 
 

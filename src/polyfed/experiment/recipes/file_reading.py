@@ -15,7 +15,15 @@ from polyfed.core.problems import Problems, copied
 from polyfed.data import Columns
 from polyfed.data.column_rules import WHOLE, rules_of, suggestion
 from polyfed.data.reading.array_files import Arrays, existing
-from polyfed.data.reading.column_guess import MAY_BE_NONE, MOST_NAMED, column_names, guessed, row_ids, rule_for
+from polyfed.data.reading.column_guess import (
+    MAY_BE_NONE,
+    MOST_NAMED,
+    column_names,
+    guessed,
+    row_ids,
+    rule_for,
+    times_among,
+)
 from polyfed.data.reading.frames import filling
 from polyfed.data.sources.own.npz import Npz
 from polyfed.data.sources.own.table_files import SUFFIXES, Dialect, Table, read, word_columns
@@ -62,6 +70,7 @@ class Reading:
         remarks: sentences about the guesses that change or leave out values. The Python functions issue them as
             warnings.
         doubts: those of `remarks` about columns that may be no inputs.
+        times: the columns or arrays that look like the time at which a row begins.
     """
 
     source: Npz | Table
@@ -69,6 +78,7 @@ class Reading:
     table: dict[str, Any]
     remarks: tuple[str, ...]
     doubts: tuple[str, ...] = ()
+    times: tuple[str, ...] = ()
 
 
 def read_file(path: Path, options: Mapping[str, Any], *, needs_labels: bool = True) -> Reading:
@@ -102,12 +112,14 @@ def read_file(path: Path, options: Mapping[str, Any], *, needs_labels: bool = Tr
     source: Npz | Table
     columns: Columns | None = None
     table: dict[str, Any] = {}
+    times: list[str] = []
     with problems.noting():
         if is_arrays:
             left = _known(left, Arrays(found).names, str(found), problems)
             table = {"path": str(path)} | _of_arrays(found, options, notes, remarks, needs_labels, left)
             source = build("[data]", Npz, table)
             columns = source.load()
+            times = times_among(_single(Arrays(found)))
         else:
             frame = read(found, problems, partial(_words, options), dialect_of(options))
             problems.raise_all()
@@ -115,12 +127,13 @@ def read_file(path: Path, options: Mapping[str, Any], *, needs_labels: bool = Tr
             table = {"path": str(path)} | _of_table(frame, str(found), options, notes, remarks, needs_labels, left)
             reader: Table = build("[data]", Table, table)
             source, columns = reader, reader.columns_of(frame, found, Problems())
+            times = times_among({str(name): frame[name] for name in frame.columns})
     problems.found = [_with_guess(fault, options, table) for fault in problems.found]
     problems.raise_all()
     assert columns is not None
     notes += columns.notes
     doubts = tuple(remark for remark in remarks if MAY_BE_NONE in remark)
-    return Reading(source, replace(columns, notes=tuple(notes)), table, tuple(remarks), doubts)
+    return Reading(source, replace(columns, notes=tuple(notes)), table, tuple(remarks), doubts, tuple(times))
 
 
 def _with_guess(fault: PolyfedError, options: Mapping[str, Any], table: Mapping[str, Any]) -> PolyfedError:
@@ -174,7 +187,7 @@ def _of_arrays(
     if "modalities" in table:
         return table
     special = {value for value in table.values() if isinstance(value, str)}
-    special |= {"id", "label_name", "split_personal", f"{table['label']}_known"}
+    special |= {"id", "label_name", Npz.split_personal, f"{table['label']}_known"}
     special |= {f"{name}_present" for name in arrays.names}
     rest = [name for name in arrays.names if name not in special and name not in left_out]
     rules = rules_of("[data.columns]", options.get("columns"))
@@ -212,6 +225,7 @@ def _of_table(
         table["modalities"] = column_names(table["modalities"])
     label = table["label"]
     special = {*([label] if isinstance(label, str) else label), table.get("client", ""), table.get("split", "")}
+    special.add(table.get("split_personal", Table.split_personal))
     if "modalities" not in table:
         if "ids" not in table and (ids := row_ids(frame, {*special, *left_out})):
             table["ids"] = ids
@@ -249,6 +263,14 @@ def _known(left_out: Sequence[str], names: Sequence[str], where: str, problems: 
         if name not in names:
             problems.add(RecipeError(f"leave_out: '{where}' has no '{name}'; {did_you_mean(name, names[:50])}"))
     return tuple(name for name in left_out if name in names)
+
+
+def _single(arrays: Arrays) -> "dict[str, pd.Series[Any]]":
+    """Return the arrays (N,) of numbers as columns of a table."""
+    import pandas as pd
+
+    held = {name: arrays[name] for name in arrays.names}
+    return {name: pd.Series(a.tolist()) for name, a in held.items() if a.ndim == 1 and a.dtype.kind in "iuf"}
 
 
 def _rules_told(path: str, rules: Mapping[str, Any], table: Mapping[str, Any]) -> str:

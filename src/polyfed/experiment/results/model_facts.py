@@ -215,6 +215,22 @@ def unseen_clients(recipe: Recipe, population: Population) -> list[str] | None:
     return [names[number] if names else str(number) for number in held]
 
 
+def untested(recipe: Recipe, result: dict[str, Any]) -> list[str]:
+    """Return a sentence if all test rows are of clients outside training, who have no own models to test."""
+    method: Any = recipe.algorithm
+    if (
+        method.own_models == "none"
+        or method.model_for != "client"
+        or "personal" in result["metrics"]
+        or not result.get("unseen_clients")
+    ):
+        return []
+    return [
+        "no score tests the clients' own models, because the test clients take no part in training. To test them too, "
+        "give the other clients test rows: [clients] personal_test"
+    ]
+
+
 def backdoor_of(models: Models, attack: Attack, population: Population, seed: int) -> dict[str, Any] | None:
     """Return the group `backdoor` of result.json: how often the trigger makes a model predict the target class.
 

@@ -25,7 +25,7 @@ from polyfed.experiment.checks.repetition import Repetitions
 from polyfed.experiment.recipes.engine_choice import pytorch_settings
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.recipes.task_choice import headline_of
-from polyfed.experiment.results.model_facts import facts_of_models
+from polyfed.experiment.results.model_facts import facts_of_models, untested
 from polyfed.experiment.results.models import Models
 from polyfed.experiment.results.records import Records, run_id
 from polyfed.experiment.results.round_facts import (
@@ -433,6 +433,7 @@ class _Loop:
         result["logged"] = means_of(logged := [row["logged"] for row in self.rounds])
         train = getattr(self.recipe.algorithm, "train", None)
         idle = untrained(self.rounds) if isinstance(train, Train) and (train.steps or train.epochs) else []
+        idle += untested(self.recipe, result)
         result["concerns"] = (self.recipe.algorithm.concerns(logged) if logged else []) + idle
         more = still_falls(self.rounds) if self._end().by == "rounds" else None
         result |= {"still_falls": more} if more is not None else {}

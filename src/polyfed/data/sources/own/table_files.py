@@ -92,6 +92,7 @@ class Table(Source):
             needs none.
         client: Column of the natural client of each row: words or whole numbers.
         split: Column of the splits: the words train, test and validation, or their codes 0, 1 and 2.
+        split_personal: Column of the splits within each natural client: 0 train, 1 test, 2 guard row.
         ids: Column of the row ids, distinct whole numbers; by default a column of numbers named `id`, `ids` or `row_id`
             that is in no modality, else, or with "rows", the row numbers.
         relabel: Word of a label -> the class that it means, such as { "yes " = "Yes", no = "No" }.
@@ -103,7 +104,7 @@ class Table(Source):
         layout: Modality -> axes of a sample in lists or pictures, as in the source `npz`.
         partial: A row with only some cells of a modality: "refuse" it, or treat the modality as "absent".
         standardise: As in the source `npz`.
-        empty_rows: A row that lacks every modality: "refuse" it, or "leave-out" (it is counted and named).
+        empty_rows: A row without any modality, or without its class: "refuse" it, or "leave-out" (it is counted).
         test_share: Share of every class that is the test set if there is no column of splits.
         seed: Seed for drawing that test set; the run's own seed has no effect.
         separator: The character between the cells of a .csv file, by default a comma.
@@ -118,6 +119,7 @@ class Table(Source):
     label: str | list[str] = "label"
     client: str = "client"
     split: str = "split"
+    split_personal: str = "split_personal"
     ids: str = ""
     relabel: Mapping[str, str] = field(default_factory=dict)
     class_names: tuple[str, ...] = ()
@@ -201,14 +203,29 @@ class Table(Source):
             require(word in known, "data.relabel", word, ", ".join(sorted(known)[:20]))
         return frame.assign(**{self.label: frame[self.label].map(lambda cell: self.relabel.get(str(cell), cell))})
 
+    def for_other_rows(self) -> "Table":
+        """Return the source of new rows, in which a word of `relabel` may be missing: then its rule has no effect."""
+        if not self.relabel or not isinstance(self.label, str):
+            return self
+        path, label = existing(self.path, "table"), self.label
+        frame = read(path, Problems(), lambda _: {label: True}, self.dialect)
+        words = {str(cell) for cell in frame[label].dropna().unique()} if label in frame.columns else set()
+        return replace(self, relabel={word: name for word, name in self.relabel.items() if word in words})
+
     @property
     def given(self) -> Given:
         """Return the meaning of the columns, and how they are read."""
-        defaults = [("clients", self.client == "client"), ("split", self.split == "split"), ("ids", not self.ids)]
+        defaults = [
+            ("clients", self.client == Table.client),
+            ("split", self.split == Table.split),
+            ("split_personal", self.split_personal == Table.split_personal),
+            ("ids", not self.ids),
+        ]
         return Given(
             labels=self.label,
             clients=self.client,
             split=self.split,
+            split_personal=self.split_personal,
             ids=self.ids,
             modalities=self.modalities,
             partial=self.partial,
