@@ -36,8 +36,9 @@ class MaxPool2d(nn.MaxPool2d):
     def forward(self, x: Tensor) -> Tensor:
         """The maximum of each window, (B, C, H', W')."""
         trains = not self.rows.bound and x.requires_grad and x.device.type == "cpu" and not _transformed()
-        large = x.dim() == 4 and x.numel() >= ENTRIES and x.shape[1] >= CHANNELS
-        copies = trains and large and not x.is_contiguous(memory_format=torch.channels_last)
+        # asked only while training, because in an export the answer would bound the number of rows of the program
+        large = trains and x.dim() == 4 and x.numel() >= ENTRIES and x.shape[1] >= CHANNELS
+        copies = large and not x.is_contiguous(memory_format=torch.channels_last)
         if self.return_indices or not copies:
             return super().forward(x)  # type: ignore[no-any-return]
         options = (_pair(v) for v in (self.kernel_size, self.stride, self.padding, self.dilation))
