@@ -77,13 +77,11 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
     for remark in (*reading.doubts, *([doubtful] if doubtful else [])):
         warn(remark, PolyfedWarning, stacklevel=3)
     columns, drawn = _splits(columns, table, source)
-    notes = [*(note for note in notes if note != drawn), *_scaled(columns, table)]
+    notes = [note for note in notes if note != drawn]
+    notes += _scaled(columns, table)
     name = "npz" if isinstance(source, Npz) else "table"
     clients, words = _clients(columns, table, task)
-    if _marks(columns):
-        clients.pop("personal_validation", None)
-        clients["personal_test"] = "split_personal"
-        notes.append(_told_of_marks(columns, source.split_personal))
+    notes += _marked(columns, clients, source.split_personal)
     notes += [words, *(seen := _seen(columns))]
     if seen and reading.times and not _marks(columns) and "split" not in table:
         warn(_overlap(path, reading.times[0], table.get("client", "client")), PolyfedWarning, stacklevel=3)
@@ -195,19 +193,6 @@ def _splits(columns: Columns, table: dict[str, Any], source: Npz | Table) -> tup
     return columns, ""
 
 
-def _scaled(columns: Columns, table: dict[str, Any]) -> list[str]:
-    """Add the modalities to standardise to the options if the user has named none, and return a note about them."""
-    if "standardise" in table or not (uneven := uneven_modalities(columns, columns.rows(TRAIN))):
-        return []
-    table["standardise"] = list(uneven)
-    every = replace(columns, standardise="uneven")
-    others = [m for m in columns.modalities if m not in uneven and asked(every, m)]
-    return [
-        f"{', '.join(uneven)}: features differ in size, so they are shifted and scaled; standardise = false turns "
-        "this off" + (f", and standardise = true also scales {', '.join(others)}" if others else "")
-    ]
-
-
 def _as_marked(columns: Columns) -> Columns:
     """Return the table with each client's own test rows as test rows, and without guard rows and a drawn test set."""
     assert columns.split_personal is not None
@@ -217,15 +202,38 @@ def _as_marked(columns: Columns) -> Columns:
     return replace(columns, split=split)
 
 
-def _told_of_marks(columns: Columns, name: str) -> str:
-    """Return a note about the own test rows and guard rows that the data marks."""
-    codes = columns.split_personal
-    assert codes is not None
-    own, guard = (int((codes == mark).sum()) for mark in (OWN_TEST, GUARD))
-    return (
+def _scaled(columns: Columns, table: dict[str, Any]) -> list[str]:
+    """Add the modalities to standardise to the options if the user has named none, and return a note about them."""
+    if "standardise" in table or not (uneven := uneven_modalities(columns, columns.rows(TRAIN))):
+        return []
+    table["standardise"] = list(uneven)
+    every = replace(columns, standardise="uneven")
+    others = [m for m in columns.modalities if m not in uneven and asked(every, m)]
+    also = f", and standardise = true also scales {', '.join(others)}" if others else ""
+    return [
+        f"{', '.join(uneven)}: features differ in size, so they are shifted and scaled; standardise = false turns this "
+        f"off{also}"
+    ]
+
+
+def _marked(columns: Columns, clients: dict[str, Any], name: str) -> list[str]:
+    """Take the own test rows and guard rows that the data marks, if it does, and return a note about them.
+
+    Args:
+        columns: the table.
+        clients: the section [clients], which this function changes.
+        name: the column or array of the marks.
+    """
+    if not _marks(columns):
+        return []
+    clients.pop("personal_validation", None)
+    clients["personal_test"] = "split_personal"
+    assert columns.split_personal is not None
+    own, guard = (int((columns.split_personal == mark).sum()) for mark in (OWN_TEST, GUARD))
+    return [
         f"'{name}' marks {own:,} test rows of their own clients and {guard:,} guard rows, which are left out "
         "(personal_test). No other row is drawn at random, so there are no prediction sets"
-    )
+    ]
 
 
 def _overlap(path: Path, time: str, client: str) -> str:

@@ -63,7 +63,7 @@ def calibration_of(models: Models, population: Population) -> dict[str, Any] | N
     for part in torch.split(rows, ROWS_AT_ONCE):
         x = {m: column.raw(part.to(column.values.device)) for m, column in columns.modalities.items()}
         present = {m: there[part.to(there.device)] for m, there in columns.present.items()}
-        logits = models.predict(x, present=present).cpu()
+        logits = models.computed(x, present=present).cpu()
         if logits.dim() != 2 or not bool(logits.isfinite().all()):
             return None
         total += bins_of(logits, columns.label[part.to(columns.label.device)].cpu())

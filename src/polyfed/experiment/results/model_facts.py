@@ -110,7 +110,7 @@ def ranking_of(models: Models, population: Population) -> dict[str, Any] | None:
     for part in torch.split(rows, ROWS_AT_ONCE):
         x = {m: column.raw(part.to(column.values.device)) for m, column in columns.modalities.items()}
         present = {m: there[part.to(there.device)] for m, there in columns.present.items()}
-        found.append(models.predict(x, present=present).cpu())
+        found.append(models.computed(x, present=present).cpu())
     outputs = torch.cat(found)
     if not bool(outputs.isfinite().all()):
         return None
@@ -148,7 +148,7 @@ def sets_of(models: Models, population: Population) -> dict[str, Any] | None:
         x = {m: columns.modalities[m].raw(part.to(columns.modalities[m].values.device)) for m in reads}
         present = {m: columns.present[m][part.to(columns.present[m].device)] for m in reads if m in columns.present}
         try:
-            found = models.predict_set(x, COVERAGE, client, present=present)
+            found = models.computed_sets(x, COVERAGE, client, present=present)
         except RecipeError as error:
             return {"coverage": COVERAGE, "refused": str(error)}
         y = columns.label.cpu()[part]
@@ -282,5 +282,5 @@ def _answered(
             stamped = trigger.stamped(columns.modalities[trigger.modality], own[trigger.modality])
             x[trigger.modality] = stamped.raw(torch.arange(len(part)))
         present = {m: there[part.to(there.device)] for m, there in columns.present.items()}
-        hits += int((models.predict(x, client, present=present).argmax(-1) == target).sum())
+        hits += int((models.computed(x, client, present=present).argmax(-1) == target).sum())
     return hits / len(rows)

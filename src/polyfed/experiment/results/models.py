@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-DEVIATIONS = 20
+DEVIATIONS = 50
 """A value so many deviations from the mean of training is not of the same quantity (ours)."""
 
 
@@ -138,6 +138,10 @@ class Models:
         """
         x, present = self._by_name(x, present)
         self._warn_of_far(x)
+        return self.computed(x, client, present=present)
+
+    def computed(self, x: Any, client: int | str | None = None, *, present: Mapping[str, Any] | None = None) -> Tensor:
+        """As `predict`, for samples by modality of the run's own data, about which nobody needs a warning."""
         w, whose = self.params if client is None else self.of(client), dict[str, Any]()
         if client is not None:
             whose = {"reads": self.clients[self.number_of(client)], "predictor": self.predictor}
@@ -201,20 +205,33 @@ class Models:
             RecipeError: no scores were counted, there are too few validation rows for this coverage, a row has no
                 modality, or `x` does not fit the model.
         """
+        self._counts()
+        x, present = self._by_name(x, present)
+        self._warn_of_far(x)
+        return self.computed_sets(x, coverage, client, present=present)
+
+    def _counts(self) -> Conformal:
+        """Return the counts of scores, or refuse because nobody counted them."""
         if self.conformal is None:
             raise RecipeError(
                 "nobody has counted how well this model predicts validation rows. Run with [evaluate] conformal = "
                 "'split' and validation rows, such as [clients] validation = 0.2. The model of the best round has no "
                 "counts, only that of the last"
             )
-        x, present = self._by_name(x, present)
-        predicted = self.predict(x, client, present=present)
+        return self.conformal
+
+    def computed_sets(
+        self, x: Any, coverage: float, client: int | str | None = None, *, present: Mapping[str, Any] | None = None
+    ) -> PredictionSets:
+        """As `predict_set`, for samples by modality of the run's own data, about which nobody needs a warning."""
+        counts = self._counts()
+        predicted = self.computed(x, client, present=present)
         names = self.used(x, client, present=present)
         number = None if client is None else self.number_of(client)
-        group = self.conformal.group_of(number, () if number is None else self.clients[number])
+        group = counts.group_of(number, () if number is None else self.clients[number])
         classes = isinstance(self.task, Classification)
         return prediction_sets(
-            self.conformal, predicted, names, group, coverage, of_classes=classes, class_names=self.class_names
+            counts, predicted, names, group, coverage, of_classes=classes, class_names=self.class_names
         )
 
     def predict_frame(
