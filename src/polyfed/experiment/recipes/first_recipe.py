@@ -242,8 +242,8 @@ def _overlap(path: Path, time: str, client: str) -> str:
         f"'{path}': '{time}' looks like the time of a row, and test rows are drawn at random among the rows of each "
         f"'{client}' (test_share, as personal_test = 0.2 and personal_validation do). If the rows are windows that "
         "overlap or follow each other, the score is too high. Mark the test rows in a column split_personal (0 "
-        "training, 1 test, 2 guard row; `polyfed docs partitions`), and init takes them; or test whole clients: [clients] "
-        "test_clients = 0.2 and [data] test_share = 0.0"
+        "training, 1 test, 2 guard row; `polyfed docs partitions`), and init takes them; or test whole clients: "
+        "[clients] test_clients = 0.2 and [data] test_share = 0.0"
     )
 
 
