@@ -224,7 +224,7 @@ def write_nodes(recipe: Recipe, folder: str | Path, population: Population | Non
 
     Args:
         recipe: the recipe of a simulation.
-        folder: the folder of the folders.
+        folder: where the devices' folders are made.
         population: the clients of the recipe, if they are known already.
 
     Returns:

@@ -62,8 +62,11 @@ class MeteredClientData(ClientData):
         passes += job.passes.whole * sum(model.part_flops(m) for m in others.intersection(model.modalities))
         encoders = {*owned}.intersection(model.modalities)
         passes += job.passes.encoders * sum(model.flops(m) - model.part_flops(m) for m in encoders)
-        if job.passes.singly and len(encoders) > 1:
-            passes += job.passes.singly * sum(model.flops(SHARED) + model.part_flops(m) for m in encoders)
+        passes += job.passes.others * sum(model.flops(m) - model.part_flops(m) for m in encoders - trained)
+        if len(encoders) > 1:
+            parts = [model.part_flops(m) for m in encoders]
+            passes += job.passes.singly * sum(model.flops(SHARED) + part for part in parts)
+            passes += job.passes.together * (model.flops(SHARED) + sum(parts))
         if job.only is None:  # a block that is wholly frozen needs only the forward pass
             frozen = {*owned}.intersection(model.modalities) - {block_of(name) for name in model.template}
             passes += sum(model.flops(block) for block in frozen)

@@ -68,13 +68,18 @@ class Passes:
     Attributes:
         whole: forward passes through the model that is trained; a backward pass counts as two.
         encoders: further forward passes through the encoders alone.
+        others: forward passes through the encoders of modalities that this training leaves out (`only`).
         singly: further forward passes through the fusion from each modality alone, in clients with several modalities;
             a backward pass counts as two.
+        together: further forward passes through the fusion of all modalities, in such clients; a backward pass counts
+            as two.
     """
 
     whole: int = TRAINING_PASSES
     encoders: int = 0
+    others: int = 0
     singly: int = 0
+    together: int = 0
 
 
 ONCE = Passes()

@@ -38,6 +38,7 @@ from polyfed.federation.replies import Replies
 from polyfed.model import Model
 from polyfed.objective import SUPERVISED, Objective
 from polyfed.training import ClientData
+from polyfed.training.client_data import ONCE, TRAINING_PASSES, Passes
 from polyfed.training.optimisers import Train
 from polyfed.training.prototypes import there
 
@@ -178,7 +179,8 @@ class FedMChain(Averaging[ChainState]):
     ) -> tuple[Update, Tree]:
         """Train the client's modalities in the phases of its chain."""
         params, losses, train = got.params, list[Tensor](), self.train
-        chain: list[str | None] = [*self._chain(context)] if self.phases == "chain" else [None]
+        chain_of = self._chain(context)
+        chain: list[str | None] = [*chain_of] if self.phases == "chain" else [None]
         if self.phases == "chain" and self.placebo == "random-phases":
             train, chain = _longer(train, len(chain)), [None]
         for place, modality in enumerate(chain):
@@ -187,11 +189,22 @@ class FedMChain(Averaging[ChainState]):
                 params,
                 train=train,
                 only=None if modality is None else (modality, SHARED),
+                passes=self._passes(modality, len(chain_of)),
                 stream=PHASES + place - 1 if place else 0,
             )
             params = fit.params
             losses.append(fit.loss)
         return Update(params, torch.stack(losses).mean(), data.num_rows), local
+
+    def _passes(self, modality: str | None, num: int) -> Passes:
+        """What `_of_phase` computes: the modality alone, and with `compensation` once more with all others."""
+        if self.phases == "joint":
+            return ONCE
+        again = TRAINING_PASSES if self.compensation else 0
+        if modality is not None:
+            return Passes(others=1, together=again)
+        # a term for each of `num` modalities; `whole` has one pass of the fusion already
+        return Passes(singly=TRAINING_PASSES, together=again * num - TRAINING_PASSES)
 
     def _chain(self, context: ClientContext) -> list[str]:
         """Return the client's modalities in the order of its phases."""
@@ -204,9 +217,10 @@ class FedMChain(Averaging[ChainState]):
             return context.loss
 
         def loss(w: Tree, batch: Batch) -> Tensor:
-            z = context.model.features(w, batch)
             if modality is not None:
-                return self._of_phase(context, w, batch, z, modality)
+                w = alone(w, modality)  # no gradient reaches the other encoders, so none is prepared
+                return self._of_phase(context, w, batch, context.model.features(w, batch), modality)
+            z = context.model.features(w, batch)
             assert batch.key is not None, "a batch of local training has a key"
             place = (keys.uniform(keys.fold_in(batch.key, DRAWN), 1)[0] * len(z)).floor()
             terms = [self._of_phase(context, alone(w, m), batch, z, m) for m in z]

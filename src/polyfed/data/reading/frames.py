@@ -94,7 +94,6 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, given: Given, problems
     told: dict[str, Any] = {"present": present, "cut": cut, "faulty": faulty, "notes": tuple(notes), "coded": coded}
     told |= {"cures": cures, "whole": whole}
     told |= {"names": {modality: tuple(group) for modality, group in groups.items()}}
-    told |= {"called": {"label": f"the labels, column '{given.labels}'"}} if isinstance(given.labels, str) else {}
     told["origin"] = origin_of(groups, given.label_columns, list(frame.columns))
     told["called"] = _called(given, frame)
     return Draft(name=name, where=where, **(told | found | facts_of | more))
