@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-DEVIATIONS = 50
-"""A value so many deviations from the mean of training is not of the same quantity (ours)."""
+DEVIATIONS = 20
+"""A feature whose median lies so many deviations from the mean of training is not the same quantity (ours)."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -158,29 +158,27 @@ class Models:
         )
 
     def _warn_of_far(self, x: Mapping[str, Any]) -> None:
-        """Warn of values that no row of training can have had, such as those of another unit."""
+        """Warn of features whose values are not those of training, as if in another unit; outliers do not count."""
         for name, scaling in (self.scaling or {}).items():
             value = x.get(name)
             if not isinstance(value, Tensor | np.ndarray) or len(value.shape) != 2 or not scaling.shift.dim():
                 continue
             values = value.cpu().double() if isinstance(value, Tensor) else torch.from_numpy(value.astype(np.float64))
-            if values.shape[1:] != scaling.shift.shape:
+            if not len(values) or values.shape[1:] != scaling.shift.shape:
                 continue  # `predict` says what is wrong with it
-            far = (values - scaling.shift).abs() > DEVIATIONS * scaling.scale
-            if not bool(far.any()):
+            middle = values.nanmedian(0).values
+            far = (middle - scaling.shift).abs() / scaling.scale
+            place = int(far.nan_to_num().argmax())
+            if not far[place] > DEVIATIONS:
                 continue
-            row, place = far.nonzero()[0].tolist()
             form = self.rows.modalities.get(name)
-            names = form.names if form is not None and len(form.names) == len(far[0]) else ()
+            names = form.names if form is not None and len(form.names) == len(far) else ()
             what = f"'{names[place]}'" if names else f"feature {place} (counted from 0)"
-            mean, deviation, found = (
-                float(v) for v in (scaling.shift[place], scaling.scale[place], values[row, place])
-            )
-            rows = counted(int(far.any(1).sum()), "row", "rows")
+            found, mean = float(middle[place]), float(scaling.shift[place])
             warn(
-                f"{rows} of '{name}' lie more than {DEVIATIONS} deviations from what the model was trained on, first "
-                f"row {row}, where {what} is {found:.6g}; in training its mean was {mean:.6g} and its deviation "
-                f"{deviation:.6g}. Is it another unit? The answers for such rows are guesses",
+                f"{what} of '{name}' has the median {found:.6g} in these rows; in training its mean was {mean:.6g} and "
+                f"its deviation {float(scaling.scale[place]):.6g}. Is it another unit? The answers for such rows are "
+                "guesses",
                 PolyfedWarning,
                 stacklevel=4,
             )
