@@ -135,8 +135,7 @@ def test_a_better_linear_model_is_named_and_is_no_rival() -> None:
 def test_without_a_score_it_still_ends_with_what_is_known() -> None:
     found = concluded([arm("fedavg", [], validation=0.8)], ACCURACY, {}, {}, order=[arm("fedavg", [], validation=0.8)])
     assert found.paragraph == (
-        "Take fedavg for now: the time ended before any method had a run on the reported seeds; on validation rows it "
-        "had 80.0."
+        "Take fedavg for now: the time was too short for runs on the reported seeds; on validation rows it had 80.0."
     )
 
 
