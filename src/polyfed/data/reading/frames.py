@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from polyfed.core.errors import DataError, PolyfedWarning, again, counted, did_you_mean
+from polyfed.core.errors import DataError, PolyfedWarning, counted, did_you_mean
 from polyfed.core.problems import Problems
 from polyfed.data.column_rules import Feature, feature_of, suggestion
 from polyfed.data.reading.column_guess import (
@@ -29,7 +29,7 @@ from polyfed.data.reading.column_guess import (
 from polyfed.data.reading.draft import Draft
 from polyfed.data.reading.given import Given, Modalities, Partial
 from polyfed.data.reading.row_facts import as_array, ordered_words
-from polyfed.data.reading.values import array_of, is_missing
+from polyfed.data.reading.values import array_of, is_missing, option
 from polyfed.data.whole_columns import as_cells, read_cells
 
 if TYPE_CHECKING:
@@ -478,12 +478,9 @@ def _made_numbers(frame: "pd.DataFrame", column: str) -> str:
 def _cure(cell: Any) -> str:
     """Return how to correct a cell that is no number."""
     if isinstance(cell, str) and "," in cell and WRITTEN.fullmatch(cell):
-        told = again(("--set", "data.decimal=,"), otherwise='[data] decimal = "," (polyfed init: --set data.decimal=,)')
-        return f"Write decimal points, or read the decimal commas of a text file with {told}"
+        return f"Write decimal points, or read the decimal commas of a text file with {option('decimal', ',')}"
     if isinstance(cell, str) and cell.strip().lower() in FOR_EMPTY:
-        listed = json.dumps([cell])
-        told = again(("--set", f"data.empty={listed}"), otherwise=f"[data] empty = {listed}")
-        return f"If it stands for an empty cell, leave the cell empty, or write {told}"
+        return f"If it stands for an empty cell, leave the cell empty, or write {option('empty', [cell])}"
     return "Give numbers only"
 
 

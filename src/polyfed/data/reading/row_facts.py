@@ -1,7 +1,6 @@
 """Reads the label, the natural client and the split of each row of a table. All of them may be numbers or words."""
 
 import re
-import shlex
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,9 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.errors import DataError, PolyfedWarning, counted
-from polyfed.core.system.json_and_toml import toml_value
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
-from polyfed.data.reading.values import digits, is_missing, unmasked
+from polyfed.data.reading.values import digits, is_missing, option, unmasked
 
 MANY_CLASSES = 1000
 """Labels with more classes than rows, and more classes than this, are refused, because they cannot be classes
@@ -173,12 +171,6 @@ def tell_alike(words: NDArray[Any], where: str, what: str, counts: Mapping[str, 
     if blanks:
         raise DataError(f"{text}. Write them the same way; {cure}")
     warnings.warn(f"{text}. Write them the same way if they are one; {cure}", PolyfedWarning, stacklevel=4)
-
-
-def option(name: str, value: Any) -> str:
-    """Return an option of [data] for an error text, with the words of `polyfed init` that set it."""
-    written = toml_value(value)
-    return f"[data] {name} = {written} (polyfed init: {shlex.join(['--set', f'data.{name}={written}'])})"
 
 
 def _plainest(group: Sequence[str], counts: Mapping[str, int]) -> str:

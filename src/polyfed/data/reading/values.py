@@ -2,6 +2,7 @@
 
 import io
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.errors import DataError, again, counted, typed_verb
+from polyfed.core.system.json_and_toml import toml_value
 from polyfed.data.columns import Column
 from polyfed.data.media.clip import optional
 
@@ -178,6 +180,13 @@ def zero_nan_rows(values: Tensor, where: str) -> Tensor | None:
     return there
 
 
+def option(name: str, value: Any) -> str:
+    """Return how to set an option of [data], for an error text: as the command that was typed, if it reads a file."""
+    written = toml_value(value)
+    words = ("--set", f"data.{name}={written}")
+    return again(words, otherwise=f"[data] {name} = {written} (polyfed init: {shlex.join(words)})")
+
+
 def bare_rows(present: Mapping[str, Tensor]) -> str:
     """Return how many rows lack every modality, and the first one, or "" if there are none.
 
@@ -210,8 +219,8 @@ def refuse_bare_rows(
         return
     bare = ~torch.stack(list(present.values())).any(0)
     text = f"{where}: {told}. "
-    gone, plain = ("--set", "data.empty_rows=leave-out"), "empty_rows = 'leave-out'"
-    cure = f"Leave these rows out, as {again(gone, otherwise=plain)} does"
+    leave_out = option("empty_rows", "leave-out")
+    cure = f"Leave these rows out, as {leave_out} does"
     for name, rows in cut.items():
         if bool((partly := bare & torch.as_tensor(np.asarray(rows))).any()):
             count = counted(int(partly.sum()), "of these rows has", "of these rows have")
@@ -220,7 +229,8 @@ def refuse_bare_rows(
                 f"{int(partly.nonzero()[0, 0])}. "
             )
             rules = f", as {cures[name]} does" if cures and name in cures else ""
-            how = " ".join(gone) if typed_verb() else plain
+            # beside the command of `rules`, which the user pastes, only the words that it lacks
+            how = "--set data.empty_rows=leave-out" if typed_verb() else leave_out
             cure = f"Fill in the empty cells of these rows{rules}, and leave out rows without any cell, as {how} does"
     raise DataError(text + cure)
 
