@@ -329,6 +329,25 @@ def test_the_words_of_a_client_are_read_from_the_table_that_it_changed(tmp_path:
     assert found["samples rebuilt", "parameters", "photo"].status == "measured"
 
 
+def test_ids_are_what_the_encoder_reads_and_not_what_looks_like_ids(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    few, label = draw.integers(0, 3, (40, 2)), np.arange(40) % 2
+    encoders = {"code": {"kind": "token-transformer", "vocabulary": 5}}
+    options: Any = {"labels": label, "standardise": False}
+    polyfed.run(
+        data={"code": few},
+        clients=np.arange(40) % 4,
+        model={"encoders": encoders},
+        rounds=1,
+        out=tmp_path / "run",
+        **options,
+    )
+    result = audit(
+        tmp_path / "run", data={"code": few}, rounds=1, natural_clients=np.arange(40) % 4, clients=2, **options
+    )
+    assert "words present" in {one.attack for one in result.findings}
+
+
 def test_embeddings_that_a_silo_sees_are_attacked_on_the_rows_that_were_asked(tmp_path: Path) -> None:
     clients = ClientsSpec(partition="silos", silos=2)
     method = algorithm("hfm", train=Train(lr=0.1))

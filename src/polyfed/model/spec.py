@@ -213,6 +213,11 @@ class ModelSpec:
             if value is not None and value not in FUSIONS
         }
 
+    def num_ids(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+        """Return the number of token ids of each modality whose encoder reads ids in samples of these shapes."""
+        sizes_of = {name: encoder.num_ids(shapes.get(name, ())) for name, encoder in self.encoders.items()}
+        return {name: size for name, size in sizes_of.items() if size}
+
     def reading(self, modalities: Iterable[str]) -> "ModelSpec":
         """Return the same model for only these modalities."""
         if self.module is None:

@@ -210,7 +210,7 @@ def _blocks(found: Capture, attack: str, kind: str) -> tuple[str, ...]:
     if attack == properties.HELD:
         return (ALL,)
     if attack == words.WORDS:
-        return tuple(words.vocabularies(found))
+        return tuple(found.num_ids)
     if attack == membership.MEMBERSHIP:
         return (ALL, *modalities) if len(found.assembly.model.modalities) > 1 else (ALL,)
     if kind == "labels":

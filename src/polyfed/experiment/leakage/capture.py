@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,9 +13,11 @@ from polyfed.core.request import Send
 from polyfed.core.system.openmp import using_threads
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.data import Population
+from polyfed.data.token_ids import whole_numbers
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.running.assembly import Assembly, assemble
 from polyfed.federation.replies import Replies
+from polyfed.model import ENCODERS
 from polyfed.privacy.egress.ledger import TO_CLIENT
 
 
@@ -89,6 +92,15 @@ class Capture:
     trained: set[int] = field(default_factory=set)
     _known: dict[int, Tree] = field(default_factory=dict)
     _returned: set[int] = field(default_factory=set)
+
+    @cached_property
+    def num_ids(self) -> Mapping[str, int]:
+        """The number of ids of each modality that the model reads as token ids."""
+        spec, columns = self.assembly.recipe.model, self.population.columns.modalities
+        known = {name for name, encoder in spec.encoders.items() if isinstance(encoder, tuple(ENCODERS.values()))}
+        # the user's own code may look whole numbers up, so they count as ids there
+        other = {name: column for name, column in columns.items() if name not in known and whole_numbers(column)}
+        return {n: int(c.values.max()) + 1 for n, c in other.items()} | spec.num_ids(self.assembly.model.shapes)
 
     @property
     def population(self) -> Population:

@@ -16,7 +16,6 @@ from torch import Tensor
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.tree import Tree
-from polyfed.data.token_ids import vocabulary_of
 from polyfed.experiment.leakage.capture import Capture, CapturedReply, blocks_of
 from polyfed.experiment.leakage.findings import Finding, Tally, Target, measured
 from polyfed.experiment.leakage.labels import output_scores
@@ -227,7 +226,7 @@ def _matched(found: Capture, reply: CapturedReply, kind: str, key: int) -> dict[
     read = [m for m in context.modalities if m in context.model.modalities and m in blocks]
     if not gradient or not read or columns.label.is_floating_point():
         return {}
-    if any(vocabulary_of(columns.modalities[m]) is not None for m in read):
+    if not found.num_ids.keys().isdisjoint(read):
         return {}  # token ids have no gradient; the attack on words reads them better
     size = len(found.rows(reply.client))
     count = min(DUMMIES, size, found.assembly.algorithm.train.batch_size or size)

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from polyfed.data.token_ids import vocabulary_of
 from polyfed.experiment.leakage.capture import Capture, blocks_of
 from polyfed.experiment.leakage.findings import Finding, Target, measured
 from polyfed.experiment.leakage.labels import presence
@@ -20,25 +19,18 @@ ONE_TEXT = "all attacked clients have the same words"
 """The remark if there is nothing to rank."""
 
 
-def vocabularies(found: Capture) -> dict[str, int]:
-    """A map from each modality of token ids to the number of its ids. Id 0 is padding."""
-    sizes = {name: vocabulary_of(column) for name, column in found.population.columns.modalities.items()}
-    return {name: size for name, size in sizes.items() if size is not None}
-
-
 def words_present(found: Capture) -> Iterator[Finding]:
     """Rank the words by how much the client's training changed their embeddings."""
-    sizes = vocabularies(found)
     sums: dict[Target, dict[int, Tensor]] = {}
-    for reply in found.replies if sizes else ():
+    for reply in found.replies if found.num_ids else ():
         for kind in ("parameters", "gradients"):
             for block, part in blocks_of(reply.update(kind)).items():
-                if (size := sizes.get(block)) and (change := _table(part, size)) is not None:
+                if (size := found.num_ids.get(block)) and (change := _table(part, size)) is not None:
                     own = sums.setdefault(Target(WORDS, kind, block, reply.seen_by), {})
                     own[reply.client] = own.get(reply.client, 0) + change
     for target, scores in sums.items():
         truth = {client: _counts(found, target.block, client, len(score)) for client, score in scores.items()}
-        # words that all clients or none have, such as most hashes, say nothing of one client and would hide the others
+        # words that all clients or none have, such as padding and most hashes, say nothing of one client
         holders = torch.stack([counts > 0 for counts in truth.values()]).sum(0)
         telling = (holders > 0) & (holders < len(truth))
         scores = {client: score[telling] for client, score in scores.items()}
@@ -53,17 +45,17 @@ def words_present(found: Capture) -> Iterator[Finding]:
 
 
 def _table(part: Mapping[str, Tensor], size: int) -> Tensor | None:
-    """The norms of the changes of the words, float64 (size - 1,), or None if the block has no such table.
+    """The norms of the changes of the words, float64 (size,), or None if the block has no such table.
 
     The first matrix with a row for each id is the table: the ids are what an encoder reads first.
     """
     for value in part.values():
         if value.dim() == 2 and len(value) >= size:
-            norms: Tensor = value[1:size].double().norm(dim=1)
+            norms: Tensor = value[:size].double().norm(dim=1)
             return norms
     return None
 
 
 def _counts(found: Capture, modality: str, client: int, words: int) -> Tensor:
     ids = found.samples(modality, found.rows(client)).long().flatten()
-    return torch.bincount(ids, minlength=words + 1)[1 : words + 1]
+    return torch.bincount(ids, minlength=words)

@@ -24,8 +24,7 @@ from polyfed.evaluation.conformal import Conformal, PredictionSets, counts_shape
 from polyfed.evaluation.predictions import predict, used
 from polyfed.evaluation.scores import Predictor
 from polyfed.federation.client_registry import ClientRegistry
-from polyfed.model import HuggingFace, Model, ModelSpec, TokenTransformer
-from polyfed.model.encoders.pretrained import vocabulary
+from polyfed.model import Model, ModelSpec
 from polyfed.model.plain_module import PlainModule
 from polyfed.objective import Classification, Objective
 from polyfed.objective.base import by_target
@@ -352,13 +351,7 @@ class Models:
     @property
     def _vocabularies(self) -> dict[str, int]:
         """The number of token ids that each encoder of token ids reads."""
-        found = {}
-        for name, encoder in self.spec.encoders.items():
-            if isinstance(encoder, TokenTransformer):
-                found[name] = encoder.vocabulary
-            elif isinstance(encoder, HuggingFace) and len(self.model.shapes.get(name, ())) == 1:
-                found[name] = vocabulary(encoder.path) or 0
-        return {name: size for name, size in found.items() if size}
+        return self.spec.num_ids(self.model.shapes)
 
     def module(self, client: int | str | None = None) -> PlainModule:
         """The global model, or that of a client, as an ordinary `torch.nn.Module` from samples to predictions.

@@ -57,6 +57,10 @@ class HuggingFace(EncoderSpec):
                 raise ModelError("lora trains beside a frozen backbone: remove frozen = false, or lora.")
 
     @override
+    def num_ids(self, shape: Shape) -> int | None:
+        return pretrained.vocabulary(self.path) if len(shape) == 1 else None
+
+    @override
     def build(self, shape: Shape, embedding: int, sequence: bool = False) -> nn.Module:
         kind = _KINDS.get(len(shape))
         if kind is None or (kind is _Picture and shape[0] != 3):

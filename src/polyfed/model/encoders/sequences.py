@@ -147,6 +147,10 @@ class TokenTransformer(EncoderSpec):
             raise ModelError(f"padding = {self.padding!r}: give the id of the padding, or -1 if there is none.")
 
     @override
+    def num_ids(self, shape: Shape) -> int:
+        return self.vocabulary
+
+    @override
     def build(self, shape: Shape, embedding: int, sequence: bool = False) -> nn.Module:
         _rank(shape, 1, "token ids (T,)")
         if embedding % self.heads:

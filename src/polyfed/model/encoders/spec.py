@@ -47,6 +47,10 @@ class EncoderSpec:
         """
         raise NotImplementedError
 
+    def num_ids(self, shape: Shape) -> int | None:
+        """The number of token ids that the encoder reads in samples of this shape, or None if they are numbers."""
+        return None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mlp(EncoderSpec):
