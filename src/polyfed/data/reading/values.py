@@ -219,8 +219,8 @@ def refuse_bare_rows(
         return
     bare = ~torch.stack(list(present.values())).any(0)
     text = f"{where}: {told}. "
-    leave_out = option("empty_rows", "leave-out")
-    cure = f"Leave these rows out, as {leave_out} does"
+    gone, plain = ("--set", "data.empty_rows=leave-out"), "empty_rows = 'leave-out'"  # as Python and a recipe write it
+    cure = f"Leave these rows out, as {again(gone, otherwise=plain)} does"
     for name, rows in cut.items():
         if bool((partly := bare & torch.as_tensor(np.asarray(rows))).any()):
             count = counted(int(partly.sum()), "of these rows has", "of these rows have")
@@ -229,8 +229,7 @@ def refuse_bare_rows(
                 f"{int(partly.nonzero()[0, 0])}. "
             )
             rules = f", as {cures[name]} does" if cures and name in cures else ""
-            # beside the command of `rules`, which the user pastes, only the words that it lacks
-            how = "--set data.empty_rows=leave-out" if typed_verb() else leave_out
+            how = " ".join(gone) if typed_verb() else plain
             cure = f"Fill in the empty cells of these rows{rules}, and leave out rows without any cell, as {how} does"
     raise DataError(text + cure)
 
