@@ -16,7 +16,7 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True, scope="session")
 def power() -> Iterator[None]:
     """The power does not fail during tests, so none of them waits until the disk has what the system has."""
-    off = patch("polyfed.deploy.device.store.DURABLE", "PRAGMA synchronous = OFF")
+    off = patch("polyfed.deploy.device.memory.store.DURABLE", "PRAGMA synchronous = OFF")
     with patch("os.fsync", lambda number: None), off:
         yield
 

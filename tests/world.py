@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.base import Algorithm
 from polyfed.core.request import Request, Send
-from polyfed.deploy.device.local_states import places_of, state_before
-from polyfed.deploy.device.store import DeviceStore
+from polyfed.deploy.device.memory.local_states import places_of, state_before
+from polyfed.deploy.device.memory.store import DeviceStore
 from polyfed.engines.protocol import RequestId
 from polyfed.experiment.recipes.engine_choice import engine_of
 from polyfed.experiment.recipes.recipe import Recipe

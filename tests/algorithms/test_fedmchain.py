@@ -106,6 +106,15 @@ def test_the_order_of_the_phases_and_the_placebo_of_a_step_matter() -> None:
     assert not same(plain, drawn)
 
 
+def test_clusters_are_logged_and_one_in_every_round_is_told() -> None:
+    parts, state, _ = played(made(agreement=1.0))
+    seen = parts.algorithm.observe(state)
+    assert max(seen[f"clusters.{m}"] for m in "ab") > 1
+    assert not parts.algorithm.concerns([{"clusters.a": 1.0}, seen])
+    assert not parts.algorithm.concerns([{}])
+    assert "agreement" in parts.algorithm.concerns([{"clusters.a": 1.0, "clusters.b": 1.0}] * 2)[0]
+
+
 def test_wrong_orders_and_masks_are_refused_and_idle_options_are_told() -> None:
     with refuses(RecipeError, "algorithm.order: no such modality"):
         assemble(made(order=("c",)))

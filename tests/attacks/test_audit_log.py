@@ -19,9 +19,9 @@ from polyfed.core.errors import CheckpointError, DataError, TooFewReplies
 from polyfed.core.messages import Crossing
 from polyfed.core.system.files import AUDIT, PUBLIC_KEY
 from polyfed.deploy.device import runtime as client_runtime
-from polyfed.privacy.egress import audit_log
-from polyfed.privacy.egress.audit_log import HEAD, PRIVATE_KEY, START, AuditLog
-from polyfed.privacy.egress.audit_log_verification import verify
+from polyfed.privacy.egress.audit_log import log as audit_log
+from polyfed.privacy.egress.audit_log.log import HEAD, PRIVATE_KEY, START, AuditLog
+from polyfed.privacy.egress.audit_log.verification import verify
 from polyfed.privacy.egress.ledger import Entry
 from refusals import refuses
 

@@ -28,9 +28,9 @@ from polyfed.engines.protocol import FAILED, SIGN, SIGNED, RequestId, reason, si
 from polyfed.experiment.certificate import certify, verify_certificate, write_crate
 from polyfed.experiment.certificate.issue import sealed
 from polyfed.federation.wire.wire_format import Packet
-from polyfed.privacy.egress import merkle
-from polyfed.privacy.egress.audit_log import HEAD, PRIVATE_KEY, AuditLog, private_key
-from polyfed.privacy.egress.log_keys import key_text, tie
+from polyfed.privacy.egress.audit_log import merkle
+from polyfed.privacy.egress.audit_log.keys import key_text, tie
+from polyfed.privacy.egress.audit_log.log import HEAD, PRIVATE_KEY, AuditLog, private_key
 from polyfed.transport.logins import PrivateKey
 from refusals import refuses
 from start_small import simulated

@@ -13,7 +13,7 @@ pytest.importorskip("cryptography", reason="the extra polyfed[server] is not ins
 from engines.devices import Devices
 from polyfed.deploy import handlers
 from polyfed.deploy.device.configuration import NodeConfig
-from polyfed.deploy.device.repeated_requests import conditions_of
+from polyfed.deploy.device.memory.repeated_requests import conditions_of
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from laws.test_laws import world
 from polyfed.core.messages import KINDS, OF_THE_MODEL, Declared, Message, carries, message
 from polyfed.core.tasks import task, tasks_of, types_of
 from polyfed.core.tree import Tree
+from polyfed.deploy.device.memory.store import STORE, TABLES
 from polyfed.deploy.device.runtime import ClientRuntime
-from polyfed.deploy.device.store import STORE, TABLES
 from polyfed.engines.protocol import FAILED, REPLY
 from polyfed.experiment.checks.requirement_checks import release_of
 from polyfed.experiment.recipes.recipe import DeploymentSpec, EngineSpec, Recipe

@@ -20,15 +20,15 @@ from engines.direct import hub_of, joined, played
 from polyfed.core.errors import BadReply, CheckpointError, Diverged
 from polyfed.core.messages import map_tensors
 from polyfed.core.system.files import read_notes
-from polyfed.deploy.device.local_states import begin, keep, prune
-from polyfed.deploy.device.store import DeviceStore
+from polyfed.deploy.device.memory.local_states import begin, keep, prune
+from polyfed.deploy.device.memory.store import DeviceStore
 from polyfed.deploy.faults import log
 from polyfed.deploy.server.membership import MEMBERS, Membership
 from polyfed.engines.protocol import Facts, RequestId
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.recipes.settings import EngineSpec
 from polyfed.federation.wire.wire_format import Packet, framed, unframed
-from polyfed.privacy.egress.audit_log import HEAD, head_of
+from polyfed.privacy.egress.audit_log.log import HEAD, head_of
 from polyfed.selection import Uniform
 from refusals import refuses
 

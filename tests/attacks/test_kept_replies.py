@@ -17,9 +17,9 @@ from attacks.test_requirements import EXAMPLE, LOCAL, NOISE, SECURE, SPEND, Host
 from engines.devices import Devices
 from polyfed.core.errors import EgressError
 from polyfed.deploy.device import runtime as client_runtime
-from polyfed.deploy.device.local_states import begin, prune
-from polyfed.deploy.device.repeated_requests import keep_reply, kept_reply, unpaid_rounds
-from polyfed.deploy.device.store import STORE, DeviceStore
+from polyfed.deploy.device.memory.local_states import begin, prune
+from polyfed.deploy.device.memory.repeated_requests import keep_reply, kept_reply, unpaid_rounds
+from polyfed.deploy.device.memory.store import STORE, DeviceStore
 from polyfed.engines.protocol import FAILED, REFUSED, REPLY, RequestId, hello
 from polyfed.engines.remote import Remote
 from polyfed.federation.wire.wire_format import Packet

@@ -24,8 +24,8 @@ from polyfed.cli import main
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.tree import Tree
 from polyfed.deploy.device.configuration import node_from
-from polyfed.deploy.device.request_limits import admit
-from polyfed.deploy.device.store import DeviceStore
+from polyfed.deploy.device.memory.request_limits import admit
+from polyfed.deploy.device.memory.store import DeviceStore
 from polyfed.engines.protocol import FAILED, REFUSED, REPLY, hello
 from polyfed.experiment.checks.limit_checks import unfit_options
 from polyfed.experiment.recipes.recipe import Recipe, parse_recipe

@@ -19,10 +19,10 @@ from polyfed.core.messages import Crossing
 from polyfed.core.system.files import AUDIT, PUBLIC_KEY
 from polyfed.deploy.credentials import write_credentials
 from polyfed.experiment.certificate.answers import answer_of, question
-from polyfed.privacy.egress import audit_log
-from polyfed.privacy.egress.audit_log import AuditLog
+from polyfed.privacy.egress.audit_log import log as audit_log
+from polyfed.privacy.egress.audit_log.keys import tie
+from polyfed.privacy.egress.audit_log.log import AuditLog
 from polyfed.privacy.egress.ledger import Entry
-from polyfed.privacy.egress.log_keys import tie
 from polyfed.transport.logins import PrivateKey
 from refusals import refuses
 from start_small import simulated

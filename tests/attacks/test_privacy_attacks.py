@@ -21,8 +21,8 @@ from polyfed.core.system.files import read_notes
 from polyfed.core.tree import digest, nested
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
-from polyfed.deploy.device.repeated_requests import admit_secrets
-from polyfed.deploy.device.store import DeviceStore
+from polyfed.deploy.device.memory.repeated_requests import admit_secrets
+from polyfed.deploy.device.memory.store import DeviceStore
 from polyfed.deploy.handlers import runtime_of
 from polyfed.engines import Sequential
 from polyfed.engines.protocol import REPLY, Facts, RequestId, versions

@@ -16,9 +16,9 @@ from polyfed.core.errors import DataError, TransportError
 from polyfed.core.system.files import AUDIT, EGRESS, PUBLIC_KEY, ROUNDS
 from polyfed.engines.protocol import ASK, FAILED, RequestId, reason
 from polyfed.experiment.running import checkpoint
-from polyfed.privacy.egress import audit_log
-from polyfed.privacy.egress.audit_log import HEAD, PRIVATE_KEY
-from polyfed.privacy.egress.audit_log_verification import verify
+from polyfed.privacy.egress.audit_log import log as audit_log
+from polyfed.privacy.egress.audit_log.log import HEAD, PRIVATE_KEY
+from polyfed.privacy.egress.audit_log.verification import verify
 from polyfed.report import reconcile, write_report
 from refusals import refuses
 

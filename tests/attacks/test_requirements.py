@@ -22,9 +22,9 @@ from polyfed.cli import main
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.tree import digest
 from polyfed.deploy.device.configuration import node_from
-from polyfed.deploy.device.privacy_budget import spend
+from polyfed.deploy.device.memory.privacy_budget import spend
+from polyfed.deploy.device.memory.store import STORE, DeviceStore
 from polyfed.deploy.device.recipe_check import inspect
-from polyfed.deploy.device.store import STORE, DeviceStore
 from polyfed.engines.protocol import ENROLLED, FAILED, REFUSED, REPLY, Facts, RequestId, hello, versions
 from polyfed.experiment.checks.requirement_checks import release_of, unmet
 from polyfed.experiment.recipes.recipe import load_recipe, parse_recipe

@@ -12,8 +12,8 @@ pytest.importorskip("cryptography", reason="the extra polyfed[server] is not ins
 from attacks.test_requirements import EPSILON, EXAMPLE, LOCAL, NOISE, SPEND, Hostile, device, left, text
 from polyfed.core.errors import CheckpointError, EgressError, RecipeError
 from polyfed.core.privacy_noise import LEAST_CLIP, MOST_CLIP
-from polyfed.deploy.device.privacy_budget import spend
-from polyfed.deploy.device.store import STORE, TABLES, DeviceStore
+from polyfed.deploy.device.memory.privacy_budget import spend
+from polyfed.deploy.device.memory.store import STORE, TABLES, DeviceStore
 from polyfed.engines.protocol import REFUSED, REPLY
 from polyfed.privacy.differential.adaptive_clipping import AdaptiveClipping
 from polyfed.privacy.egress.requirements import Release, Requirements

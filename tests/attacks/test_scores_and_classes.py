@@ -31,9 +31,9 @@ from polyfed.core.registry import Allowance, only
 from polyfed.core.tasks import tasks_of, types_of
 from polyfed.core.tree import SHARED, Tree, digest
 from polyfed.data.row_groups import device_groups
-from polyfed.deploy.device import privacy_budget as budget
-from polyfed.deploy.device.request_limits import admit_today
-from polyfed.deploy.device.store import STORE, DeviceStore
+from polyfed.deploy.device.memory import privacy_budget as budget
+from polyfed.deploy.device.memory.request_limits import admit_today
+from polyfed.deploy.device.memory.store import STORE, DeviceStore
 from polyfed.deploy.handlers import Deployed
 from polyfed.engines.base import ClientExchange
 from polyfed.engines.protocol import ENROLLED, REPLY, Facts, RequestId, hello, versions
@@ -404,7 +404,7 @@ def test_budgets_return_after_a_day_and_not_when_the_clock_is_set_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [1e9]
-    monkeypatch.setattr("polyfed.deploy.device.request_limits.time.time", lambda: clock[0])
+    monkeypatch.setattr("polyfed.deploy.device.memory.request_limits.time.time", lambda: clock[0])
     spend(tmp_path, 5)
     for later in (0.0, -9e8, 86_399.0):
         clock[0] = 1e9 + later
@@ -491,7 +491,7 @@ def test_a_process_that_dies_while_it_makes_the_store_leaves_no_half_one(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("polyfed.deploy.device.store.os.rename", die)
+        patched.setattr("polyfed.deploy.device.memory.store.os.rename", die)
         with pytest.raises(KeyboardInterrupt):
             spend(tmp_path)
     assert not (tmp_path / STORE).exists()
@@ -508,7 +508,7 @@ def test_a_full_disk_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         connection.execute("PRAGMA query_only = ON")
         return connection
 
-    monkeypatch.setattr("polyfed.deploy.device.store.sqlite3.connect", full)
+    monkeypatch.setattr("polyfed.deploy.device.memory.store.sqlite3.connect", full)
     with refuses(CheckpointError, "answers nothing"):
         spend(tmp_path)
 
@@ -606,7 +606,7 @@ def test_no_method_tells_of_a_small_class(case: str, monkeypatch: pytest.MonkeyP
 def test_old_run_folders_are_deleted_and_the_audit_log_keeps_their_entries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("polyfed.deploy.device.local_states.KEPT_LEDGERS", 3)
+    monkeypatch.setattr("polyfed.deploy.device.memory.local_states.KEPT_LEDGERS", 3)
     device = Device(tmp_path, SOME)
     device.enrol()
     for number in range(6):

@@ -17,8 +17,8 @@ from engines.direct import Hub, HubTransport, hub_of, joined, played
 from engines.misdeeds import boxed, counting, not_a_number, renamed, reshaped, with_header
 from polyfed.core.errors import EgressError, RecipeError, TooFewReplies
 from polyfed.deploy.device.agent import LOST
+from polyfed.deploy.device.memory.store import Memory
 from polyfed.deploy.device.runtime import book
-from polyfed.deploy.device.store import Memory
 from polyfed.deploy.handlers import Simulated
 from polyfed.engines.protocol import FAILED, RequestId, reason
 from polyfed.engines.remote import Remote

@@ -18,7 +18,7 @@ from engines.misdeeds import with_header
 from engines.test_behind_the_wire import order, own_ledgers
 from polyfed.algorithms.averaging import Update
 from polyfed.core.masked import masked_class
-from polyfed.deploy.device.store import STORE
+from polyfed.deploy.device.memory.store import STORE
 from polyfed.engines.protocol import FAILED, REFUSED, REPLY
 from polyfed.experiment.recipes.settings import EngineSpec
 from polyfed.experiment.running import checkpoint

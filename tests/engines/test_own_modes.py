@@ -19,7 +19,7 @@ from engines.test_own_processes import PATIENCE, OwnFederation
 from polyfed.core.errors import TransportError
 from polyfed.core.system.files import PUBLIC_KEY
 from polyfed.deploy.app_folder import write_job
-from polyfed.deploy.device.store import STORE
+from polyfed.deploy.device.memory.store import STORE
 from polyfed.engines.protocol import RUN_NAME
 from polyfed.engines.queued import QueueTransport
 from polyfed.experiment.certificate import certify, verify_certificate

@@ -15,8 +15,8 @@ import torch
 
 from polyfed.core.errors import BadReply, CheckpointError
 from polyfed.core.tree import Tree
-from polyfed.deploy.device.local_states import begin, check_fresh, keep, state_before
-from polyfed.deploy.device.store import STORE, ClientStore, DeviceStore
+from polyfed.deploy.device.memory.local_states import begin, check_fresh, keep, state_before
+from polyfed.deploy.device.memory.store import STORE, ClientStore, DeviceStore
 from polyfed.engines.protocol import RequestId
 from refusals import refuses
 from world import kept_states

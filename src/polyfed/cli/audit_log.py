@@ -51,7 +51,7 @@ def verify_log(
 ) -> None:
     """Check the chain and the signatures. If the log is damaged, show the first bad line and exit with code 5."""
     with _needing_extra("audit-log"):
-        from polyfed.privacy.egress.audit_log_verification import verify
+        from polyfed.privacy.egress.audit_log.verification import verify
     found = verify(folder, key)
     lines = [f"{folder / AUDIT} is whole: {found.rows:,} rows, {found.seals:,} signatures"]
     if found.first:

@@ -24,8 +24,8 @@ from polyfed.deploy.device.configuration import (
 )
 from polyfed.deploy.device.data import population_on
 from polyfed.deploy.device.enrolment import enrolment, enrolment_refusal
-from polyfed.deploy.device.privacy_budget import refuse_spent
-from polyfed.deploy.device.repeated_requests import conditions_of, unpaid_rounds
+from polyfed.deploy.device.memory.privacy_budget import refuse_spent
+from polyfed.deploy.device.memory.repeated_requests import conditions_of, unpaid_rounds
 from polyfed.deploy.device.runtime import ClientRuntime
 from polyfed.deploy.faults import Fault, blamed, log, log_event, log_fault, log_problem
 from polyfed.deploy.server.claimed_shapes import without_absent
@@ -56,12 +56,12 @@ from polyfed.experiment.running.column_statistics import entry_of, parts_of
 from polyfed.experiment.running.events import Emitter
 from polyfed.experiment.running.warm_start import given_of
 from polyfed.federation.wire.wire_format import Packet
-from polyfed.privacy.egress.audit_log import AuditLog
+from polyfed.privacy.egress.audit_log.log import AuditLog
+from polyfed.privacy.egress.audit_log.receipts import receipt
 from polyfed.privacy.egress.ledger import NO_RUN, Ledger
 from polyfed.privacy.egress.limits import NO_LIMITS, Limits
 from polyfed.privacy.egress.policy import Policy
 from polyfed.privacy.egress.purposes import Terms
-from polyfed.privacy.egress.receipts import receipt
 from polyfed.privacy.egress.requirements import NO_REQUIREMENTS, Requirements
 
 MEGABYTE = 2**20
@@ -209,7 +209,7 @@ class Deployed:
 
 
 def _countersigned(packet: Packet, node: NodeConfig) -> Packet:
-    """Sign the device's ledger of a run; see `polyfed.privacy.egress.receipts`."""
+    """Sign the device's ledger of a run; see `polyfed.privacy.egress.audit_log.receipts`."""
     check_versions(packet.header, "this device")
     run, client, unanswered = to_sign(packet.header)
     if client != node.client:

@@ -396,7 +396,7 @@ MOST_UNANSWERED = 10_000
 
 
 def sign_packet(run: str, client: int, unanswered: Sequence[tuple[int, int]]) -> Packet:
-    """Return the packet that asks a device to sign its ledger of a run; see `polyfed.privacy.egress.receipts`.
+    """The packet that asks a device to sign its ledger of a run; see `polyfed.privacy.egress.audit_log.receipts`.
 
     Args:
         unanswered: round and number of the requests that the device leaves out.

@@ -13,7 +13,7 @@ Page: docs/algorithms/fedmchain.md.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Literal
 
@@ -75,7 +75,7 @@ class FedMChain(Averaging[ChainState]):
     order: tuple[str, ...] = ()
     compensation: Annotated[float, NOT_NEGATIVE, SearchRange(0.0, 0.3, 1.0, 3.0, beside=("phases", "chain"))] = 1.0
     density: Annotated[float, FRACTION, SearchRange(0.2, 0.5, 1.0, fedavg=1.0)] = 0.5
-    agreement: Annotated[float, between(-1, 1), SearchRange(-1.0, 0.0, 0.2, 0.5, fedavg=-1.0)] = 0.0
+    agreement: Annotated[float, between(-1, 1), SearchRange(-1.0, 0.0, 0.5, 0.7, fedavg=-1.0)] = 0.0
     placebo: Annotated[Literal["none", "random-phases", "random-clusters"], PLACEBO] = "none"
 
     mixing: ClassVar[str] = ""
@@ -158,6 +158,16 @@ class FedMChain(Averaging[ChainState]):
     @override
     def observe(self, state: ChainState) -> dict[str, float]:
         return super().observe(state) | {f"clusters.{m}": float(num) for m, num in state.clusters.items()}
+
+    @override
+    def concerns(self, logged: Sequence[Mapping[str, float]]) -> list[str]:
+        found = {num for one in logged for name, num in one.items() if name.startswith("clusters.")}
+        if found != {1.0}:
+            return []
+        return [
+            f"agreement = {self.agreement:g}: so far the updates of each modality have been one cluster in each round, "
+            "so it changes nothing. Raise it to have more"
+        ]
 
     # the clients
 

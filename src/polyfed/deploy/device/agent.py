@@ -27,7 +27,7 @@ from polyfed.core.errors import BadReply, PolyfedError, RecipeError
 from polyfed.core.system.files import without_links
 from polyfed.core.system.log_lines import logger_of
 from polyfed.deploy.device.monitor import DeviceMonitor
-from polyfed.privacy.egress.log_keys import tie
+from polyfed.privacy.egress.audit_log.keys import tie
 from polyfed.transport.connection import TAKEN, TOO_LARGE, Connection
 from polyfed.transport.logins import PrivateKey
 from polyfed.transport.queue import REQUEST

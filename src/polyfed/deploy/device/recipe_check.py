@@ -27,7 +27,7 @@ from polyfed.deploy.device.configuration import (
     used_on,
 )
 from polyfed.deploy.device.data import population_on
-from polyfed.deploy.device.privacy_budget import refuse_spent
+from polyfed.deploy.device.memory.privacy_budget import refuse_spent
 from polyfed.experiment.checks.check import plan
 from polyfed.experiment.checks.check_result import Planned
 from polyfed.experiment.checks.limit_checks import unfit_options

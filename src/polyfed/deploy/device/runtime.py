@@ -14,9 +14,9 @@ from polyfed.core.request import HELD_OUT, Request
 from polyfed.core.system.files import append_whole, undone
 from polyfed.core.tasks import tasks_of
 from polyfed.core.tree import Tree, digest
-from polyfed.deploy.device.local_states import begin, check_fresh, keep, places_of, prune, state_before
-from polyfed.deploy.device.privacy_budget import admit_release, admit_state, spend
-from polyfed.deploy.device.repeated_requests import (
+from polyfed.deploy.device.memory.local_states import begin, check_fresh, keep, places_of, prune, state_before
+from polyfed.deploy.device.memory.privacy_budget import admit_release, admit_state, spend
+from polyfed.deploy.device.memory.repeated_requests import (
     admit_secrets,
     bind_secrets,
     digest_of_use,
@@ -24,8 +24,8 @@ from polyfed.deploy.device.repeated_requests import (
     keep_reply,
     kept_reply,
 )
-from polyfed.deploy.device.request_limits import admit, admit_purpose, admit_today
-from polyfed.deploy.device.store import ClientStore, DeviceStore, Memory
+from polyfed.deploy.device.memory.request_limits import admit, admit_purpose, admit_today
+from polyfed.deploy.device.memory.store import ClientStore, DeviceStore, Memory
 from polyfed.deploy.faults import Fault, in_short, log_problem
 from polyfed.engines import Sequential
 from polyfed.engines.base import first_local
@@ -36,7 +36,7 @@ from polyfed.federation.client_ranks import ClientRanks
 from polyfed.federation.message_validation import MessageValidator, Receiver
 from polyfed.federation.wire.compression import Rounded
 from polyfed.federation.wire.wire_format import Packet, decode, encode
-from polyfed.privacy.egress.audit_log import AuditLog
+from polyfed.privacy.egress.audit_log.log import AuditLog
 from polyfed.privacy.egress.ledger import TO_CLIENT, Entry, Ledger, lines
 from polyfed.privacy.egress.purposes import ANY, Terms, header
 from polyfed.privacy.egress.requirements import Release

@@ -24,9 +24,9 @@ from polyfed.core.system.json_and_toml import parse_json
 from polyfed.core.tasks import path_of
 from polyfed.core.tree import SHARED, Tree, digest
 from polyfed.deploy.device.configuration import policy_on, recipe_on
-from polyfed.deploy.device.local_states import begin, check_fresh, keep, prune, state_before
+from polyfed.deploy.device.memory.local_states import begin, check_fresh, keep, prune, state_before
+from polyfed.deploy.device.memory.store import DeviceStore
 from polyfed.deploy.device.runtime import LEDGER, book
-from polyfed.deploy.device.store import DeviceStore
 from polyfed.deploy.edge.edge_file import EdgeConfig, refuse_demands
 from polyfed.deploy.faults import in_short, log, log_problem
 from polyfed.deploy.handlers import MEGABYTE
@@ -64,7 +64,7 @@ from polyfed.federation.federation import Federation
 from polyfed.federation.message_validation import MessageValidator, Receiver
 from polyfed.federation.silos.parts import InSilos, in_lockstep
 from polyfed.federation.wire.wire_format import Packet, decode, encode
-from polyfed.privacy.egress.audit_log import AuditLog
+from polyfed.privacy.egress.audit_log.log import AuditLog
 from polyfed.privacy.egress.contents import contents
 from polyfed.privacy.egress.ledger import TO_CLIENT, Entry, Ledger, lines
 from polyfed.privacy.egress.policy import Policy

@@ -14,8 +14,8 @@ from polyfed.core.system.files import AUDIT, RECEIPTS, replace_text
 from polyfed.deploy.server.run_log import LOGGER
 from polyfed.engines.protocol import MOST_UNANSWERED, SIGNED, Patience, one_line, sign_packet
 from polyfed.federation.wire.wire_format import Packet
-from polyfed.privacy.egress.log_keys import is_signed, is_tied
-from polyfed.privacy.egress.receipts import RECEIPT, ClientLedger, ledgers, log_rows, receipt_in
+from polyfed.privacy.egress.audit_log.keys import is_signed, is_tied
+from polyfed.privacy.egress.audit_log.receipts import RECEIPT, ClientLedger, ledgers, log_rows, receipt_in
 
 SIGN_SECONDS = 60.0
 """How long the server waits for the receipts: a device reads its whole audit log for one (inferred)."""

@@ -33,7 +33,7 @@ from polyfed.experiment.running.assembly import population_of
 from polyfed.experiment.running.checkpoint import newest
 from polyfed.experiment.running.events import INTERRUPTED, Emitter
 from polyfed.experiment.running.lock import alone_in
-from polyfed.privacy.egress.audit_log import AuditLog
+from polyfed.privacy.egress.audit_log.log import AuditLog
 
 ERROR = "error.json"
 """The file in a run folder with the error that ended the run. It is removed when the run resumes."""

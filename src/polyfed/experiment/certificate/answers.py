@@ -10,7 +10,8 @@ from polyfed.core.errors import DataError, RecipeError, command, counted
 from polyfed.core.system.files import AUDIT, CERTIFICATE, EGRESS
 from polyfed.experiment.certificate.issue import PublicKeys
 from polyfed.experiment.certificate.verification import verify_certificate
-from polyfed.privacy.egress.audit_log_proof import (
+from polyfed.privacy.egress.audit_log.keys import key_text
+from polyfed.privacy.egress.audit_log.proof import (
     EARLIEST,
     LATEST,
     Excerpt,
@@ -19,9 +20,8 @@ from polyfed.privacy.egress.audit_log_proof import (
     excerpt_of,
     read_proof,
 )
-from polyfed.privacy.egress.audit_log_verification import public_key
+from polyfed.privacy.egress.audit_log.verification import public_key
 from polyfed.privacy.egress.ledger import TO_CLIENT
-from polyfed.privacy.egress.log_keys import key_text
 from polyfed.report.pages.log_page import sums
 from polyfed.transport.logins import fingerprint
 

@@ -24,7 +24,7 @@ from polyfed.core.system.files import (
     replace_text,
 )
 from polyfed.experiment.certificate.issue import digest_of
-from polyfed.privacy.egress.audit_log import HEAD
+from polyfed.privacy.egress.audit_log.log import HEAD
 from polyfed.report import REPORT
 from polyfed.report.reading.run_folder import Folder
 

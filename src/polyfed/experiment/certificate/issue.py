@@ -2,7 +2,7 @@
 
 The ledgers of all clients are the leaves of a Merkle tree, and so are the rows of each ledger. The run's key signs the
 whole: in a deployment the key of the server's audit log, in a simulation a key that is made for this purpose. Each
-device of a deployment signs the root of its own ledger (`polyfed.privacy.egress.receipts`).
+device of a deployment signs the root of its own ledger (`polyfed.privacy.egress.audit_log.receipts`).
 """
 
 import hashlib
@@ -38,10 +38,10 @@ from polyfed.experiment.results.round_facts import versions
 from polyfed.experiment.running.lock import alone_in
 from polyfed.federation.secure_aggregation import messages as secure
 from polyfed.privacy.differential.accounting import Accounting
-from polyfed.privacy.egress import merkle
-from polyfed.privacy.egress.audit_log import HEAD, PRIVATE_KEY, making_key, private_key
-from polyfed.privacy.egress.log_keys import canonical, key_text, signed
-from polyfed.privacy.egress.receipts import ClientLedger, ledgers, log_rows
+from polyfed.privacy.egress.audit_log import merkle
+from polyfed.privacy.egress.audit_log.keys import canonical, key_text, signed
+from polyfed.privacy.egress.audit_log.log import HEAD, PRIVATE_KEY, making_key, private_key
+from polyfed.privacy.egress.audit_log.receipts import ClientLedger, ledgers, log_rows
 from polyfed.report import reconcile
 from polyfed.report.reading.run_folder import Folder
 from polyfed.report.reading.run_schema import LEAKAGE_AUDIT

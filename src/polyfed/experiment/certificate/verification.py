@@ -25,9 +25,9 @@ from polyfed.experiment.certificate.issue import (
     evidence,
     root_of_clients,
 )
-from polyfed.privacy.egress.audit_log_verification import verify
-from polyfed.privacy.egress.log_keys import canonical, is_signed, is_tied
-from polyfed.privacy.egress.receipts import RECEIPT, STRICT, ClientLedger, Receipt, ledgers, log_rows
+from polyfed.privacy.egress.audit_log.keys import canonical, is_signed, is_tied
+from polyfed.privacy.egress.audit_log.receipts import RECEIPT, STRICT, ClientLedger, Receipt, ledgers, log_rows
+from polyfed.privacy.egress.audit_log.verification import verify
 from polyfed.report.reading.run_folder import Folder
 from polyfed.transport.logins import fingerprint
 

@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 
 
 class Log(Protocol):
-    """The interface through which a run writes its audit log; see `polyfed.privacy.egress.audit_log.AuditLog`."""
+    """The interface through which a run writes its audit log; see `polyfed.privacy.egress.audit_log.log.AuditLog`."""
 
     def append(self, entries: Sequence[Entry], run: str) -> str:
         """Write rows, all or none of them."""

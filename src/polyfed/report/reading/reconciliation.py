@@ -132,7 +132,7 @@ def _excused(rounds: Iterable[Mapping[str, Any]]) -> set[tuple[int, str]]:
 
 def _verified(place: Path, remarks: list[str], findings: list[str]) -> bool:
     """Check the chain of a log, and return whether there is a log to compare."""
-    from polyfed.privacy.egress.audit_log_verification import verify  # needs the extra polyfed[server]
+    from polyfed.privacy.egress.audit_log.verification import verify  # needs the extra polyfed[server]
 
     try:
         found = verify(place)

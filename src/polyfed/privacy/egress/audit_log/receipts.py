@@ -24,11 +24,11 @@ from typing_extensions import TypedDict
 from polyfed.core.errors import DataError
 from polyfed.core.system.files import AUDIT
 from polyfed.core.system.json_and_toml import parse_json
-from polyfed.privacy.egress import merkle
-from polyfed.privacy.egress.audit_log import AuditLog
-from polyfed.privacy.egress.audit_log_verification import verify
+from polyfed.privacy.egress.audit_log import merkle
+from polyfed.privacy.egress.audit_log.keys import canonical, key_text, signed, tie_in
+from polyfed.privacy.egress.audit_log.log import AuditLog
+from polyfed.privacy.egress.audit_log.verification import verify
 from polyfed.privacy.egress.ledger import NO_RUN, TO_CLIENT
-from polyfed.privacy.egress.log_keys import canonical, key_text, signed, tie_in
 
 Place = tuple[int, int]
 """(round, number of the request in the round)"""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from polyfed.core.errors import EgressError
 from polyfed.core.request import Request
-from polyfed.deploy.device.store import DeviceStore, Memory
+from polyfed.deploy.device.memory.store import DeviceStore, Memory
 from polyfed.privacy.differential.accounting import epsilon_of_all
 from polyfed.privacy.differential.guarantee import number
 from polyfed.privacy.differential.mechanism import Mechanism

@@ -19,7 +19,7 @@ from polyfed.core.errors import BadReply
 from polyfed.core.system.files import AUDIT
 from polyfed.core.system.json_and_toml import parse_json
 from polyfed.core.tree import Tree
-from polyfed.deploy.device.store import DeviceStore, Memory, Place
+from polyfed.deploy.device.memory.store import DeviceStore, Memory, Place
 from polyfed.engines.protocol import RequestId
 from polyfed.experiment.running.checkpoint import separate
 

@@ -17,10 +17,10 @@ from cryptography.exceptions import InvalidSignature
 from polyfed.core.errors import CheckpointError, DataError
 from polyfed.core.system.files import AUDIT, PUBLIC_KEY
 from polyfed.core.system.json_and_toml import parse_json
-from polyfed.privacy.egress import merkle
-from polyfed.privacy.egress.audit_log import HEAD, head_of, head_text
-from polyfed.privacy.egress.audit_log_verification import public_key, verify
-from polyfed.privacy.egress.log_keys import canonical, is_tied, key_of, key_text, of_hex, tie_in
+from polyfed.privacy.egress.audit_log import merkle
+from polyfed.privacy.egress.audit_log.keys import canonical, is_tied, key_of, key_text, of_hex, tie_in
+from polyfed.privacy.egress.audit_log.log import HEAD, head_of, head_text
+from polyfed.privacy.egress.audit_log.verification import public_key, verify
 
 FORMAT = "polyfed log proof 1"
 

@@ -33,7 +33,7 @@ from polyfed.core.system.json_and_toml import parse_json
 from polyfed.core.tasks import info_of
 from polyfed.core.tree import Tree, digest, nested, under
 from polyfed.deploy.device.configuration import NodeConfig
-from polyfed.deploy.device.store import DeviceStore, Memory
+from polyfed.deploy.device.memory.store import DeviceStore, Memory
 from polyfed.engines.protocol import RUN_NAME, RequestId
 from polyfed.experiment.running.checkpoint import sha256_of
 from polyfed.experiment.running.warm_start import copy_in

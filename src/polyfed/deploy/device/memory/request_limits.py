@@ -8,7 +8,7 @@ import time
 
 from polyfed.core.errors import EgressError
 from polyfed.core.request import Request
-from polyfed.deploy.device.store import STORE, Memory
+from polyfed.deploy.device.memory.store import STORE, Memory
 from polyfed.privacy.egress.limits import Limits
 
 DAY = 24 * 3600.0

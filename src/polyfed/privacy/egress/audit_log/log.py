@@ -35,9 +35,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from polyfed.core.errors import CheckpointError
 from polyfed.core.system.files import AUDIT, PUBLIC_KEY, append_whole, replace_text, sync
 from polyfed.core.system.json_and_toml import parse_json
-from polyfed.privacy.egress import merkle
+from polyfed.privacy.egress.audit_log import merkle
+from polyfed.privacy.egress.audit_log.keys import of_hex
 from polyfed.privacy.egress.ledger import Entry, lines
-from polyfed.privacy.egress.log_keys import of_hex
 
 HEAD, PRIVATE_KEY, LOCK = "audit-head.json", "audit-key.pem", "audit.lock"
 """Names of the files in the same folder as the log."""

@@ -12,9 +12,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from polyfed.core.errors import CheckpointError, DataError
 from polyfed.core.system.files import AUDIT, PUBLIC_KEY
 from polyfed.core.system.json_and_toml import parse_json
-from polyfed.privacy.egress import merkle
-from polyfed.privacy.egress.audit_log import HEAD, SIGNATURE, START, head_of
-from polyfed.privacy.egress.log_keys import of_hex
+from polyfed.privacy.egress.audit_log import merkle
+from polyfed.privacy.egress.audit_log.keys import of_hex
+from polyfed.privacy.egress.audit_log.log import HEAD, SIGNATURE, START, head_of
 
 
 @dataclass(frozen=True)
