@@ -83,8 +83,8 @@ class PFedMma(Averaging):
             )
         if spec.fusion not in ("concat", FUSION):
             raise RecipeError(
-                f"[model] fusion = {spec.fusion!r}: pfedmma has adapters, which are the fusion '{FUSION}'. Set fusion = "
-                f"'{FUSION}', or leave it out",
+                f"[model] fusion = {spec.fusion!r}: pfedmma has adapters, which are the fusion '{FUSION}'. Set it, or "
+                "leave fusion out",
                 ("model", "fusion"),
             )
         if self.base == "frozen" and not spec.init:
