@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import gc
 import importlib.machinery
+import importlib.util
 import itertools
 import json
 import multiprocessing
@@ -758,6 +759,14 @@ def speed_items(precision: str, *, pretend: bool) -> Iterator[Item]:
             yield Item("speed", name, "speed", 60, facts | {"program": program.removeprefix("polyfed ")})
 
 
+def runnable(todo: Sequence[Item]) -> tuple[list[Item], list[str]]:
+    """Return the items whose framework is installed, and a sentence on each framework that is not."""
+    if importlib.util.find_spec("pfl") is not None:
+        return list(todo), []
+    left = [item for item in todo if item.arguments.get("program") != "pfl"]
+    return left, ["pfl is not installed here, so its column is empty."] if len(left) < len(todo) else []
+
+
 @dataclass
 class Results:
     """The results so far, and their two files."""
@@ -898,6 +907,9 @@ def run_all(options: argparse.Namespace) -> None:
     done = {(entry["part"], entry["name"]) for entry in results.content["items"]}
     todo = [item for item in items(pretend=options.pretend) if not options.only or re.search(options.only, item.name)]
     todo = [item for item in todo if item.part == "machine" or (item.part, item.name) not in done]
+    todo, absent = runnable(todo)
+    results.content["absent"] = absent
+    print(*absent, sep="\n", end="\n" if absent else "", flush=True)
     if options.misbehave:
         todo = [Item("tests", how, "misbehave", 2, {"how": how}) for how in ("fail", "hang", "die")] + todo
 
@@ -933,6 +945,7 @@ def page_of(content: Facts) -> str:
         f"`benchmarks/gpu.sh` wrote this part on {content['started']}, on {where} ({said}).",
         f"It ended: {content['ended']}."
         + (f" Left out: {len(content['left_out'])} items." if content.get("left_out") else ""),
+        *content.get("absent", ()),
     ]
     for part, title in PARTS.items():
         if part in by_part:

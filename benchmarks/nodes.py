@@ -1,11 +1,16 @@
-"""A round of a run on one node with one core, on two such nodes of a Ray cluster, and on both cores with Flower.
+"""A round of a run on Ray clusters of one, two and four nodes with one core each, and on two cores with Flower.
 
-    sudo env PYTHONPATH=src python benchmarks/nodes.py [--clients 500] [--rounds 4] [--flower 2]
+    sudo env PYTHONPATH=src python benchmarks/nodes.py [--nodes 1 2 4] [--clients 500] [--rounds 4] [--flower 2]
+    sudo env PYTHONPATH=src python benchmarks/nodes.py --all   # and a million clients with 10,000 a round: 8 minutes
 
 Each node is a network namespace with one core of this machine, so what nodes exchange travels over a network device.
-The recipe is `food` of benchmarks/settings.py, and all clients train in each round. The programs are whole runs that
-take turns of one round; that of Flower is the same recipe with `--engine flower`, afterwards. "Server's own" is the
-processor time of the command's own process.
+The recipe is `food` of benchmarks/settings.py, and all clients train in each round. The programs are whole runs. Those
+on the first two clusters take turns of one round, the others follow; that of Flower is the same recipe with `--engine
+flower`. "Server's own" is the processor time of the command's own process. Nodes beyond the number of cores share them,
+so that four nodes on two cores show only what more nodes cost.
+
+With `--all`, the second table has the memory of each node (the proportional set size of its processes, Ray's included
+and the command's not) and of the command, for 20,000 and for a million clients of two rows.
 """
 
 import argparse
@@ -18,12 +23,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+import growth_of_runs
 from settings import SETTINGS
 from speed import Program, start
 from worker import cpu_seconds, say, wait
@@ -31,6 +38,8 @@ from worker import cpu_seconds, say, wait
 FOOD = SETTINGS["food"]
 DISTINCT = 100
 """Clients with rows of their own; further clients have the same rows again, which saves the time to draw them."""
+
+COHORT = 10_000
 
 RECIPE = """
 seed = 1
@@ -111,28 +120,35 @@ def spaces(count: int) -> Iterator[list[str]]:
         yield names
     finally:
         for name in names:
-            found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
-            for number in map(int, found.stdout.split()):
-                os.kill(number, signal.SIGKILL)
+            for number in processes(name):
+                with suppress(ProcessLookupError):
+                    os.kill(number, signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def processes(space: str) -> list[int]:
+    """Return the processes in a namespace."""
+    found = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, check=False)
+    return [int(number) for number in found.stdout.split()]
+
+
+def memory(numbers: Sequence[int]) -> float:
+    """Return the proportional set size of processes, in MiB."""
+    total = 0
+    for number in numbers:
+        with suppress(OSError):
+            lines = Path(f"/proc/{number}/smaps_rollup").read_text().splitlines()
+            total += next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return total / 1024
 
 
 def ray_node(space: str, place: int, head: int, core: int, store: int, log: Path) -> None:
     """Start a node of a Ray cluster on one core, and wait for it."""
     how = ["--head", "--port=6379", "--include-dashboard=false"]
     how = how if place == head else [f"--address=10.121.0.{head}:6379"]
-    words = [
-        "ip",
-        "netns",
-        "exec",
-        space,
-        "taskset",
-        "-c",
-        str(core),
-        str(Path(sys.executable).with_name("ray")),
-        "start",
-    ]
-    words += [*how, f"--node-ip-address=10.121.0.{place}", "--num-cpus=1", f"--object-store-memory={store}", "--block"]
+    ray = str(Path(sys.executable).with_name("ray"))
+    words = ["ip", "netns", "exec", space, "taskset", "-c", str(core), ray, "start", *how]
+    words += [f"--node-ip-address=10.121.0.{place}", "--num-cpus=1", f"--object-store-memory={store}", "--block"]
     own = {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     with log.open("w") as file:
         subprocess.Popen(words, stdout=file, stderr=file, env=os.environ | own, start_new_session=True)
@@ -153,14 +169,69 @@ def program(name: str, recipe: Path, engine: str, where: Sequence[str], logs: Pa
     return made
 
 
+def counted(nodes: int) -> str:
+    return "one node" if nodes == 1 else f"{nodes} nodes"
+
+
+@dataclass
+class OnNodes:
+    """A run on a cluster, and what it left.
+
+    Attributes:
+        spaces: the namespaces of the nodes.
+        node: MiB of the largest node, without the command.
+        command: MiB of the command.
+        digest: that of the run's result.
+    """
+
+    program: Program
+    spaces: list[str]
+    node: float = 0.0
+    command: float = 0.0
+    digest: str = ""
+
+    def end(self) -> None:
+        """Measure the memory, and let the run end."""
+        assert self.program.process is not None
+        own = self.program.process.pid
+        self.node = max(memory([other for other in processes(space) if other != own]) for space in self.spaces)
+        self.command = memory([own])
+        self.digest = (self.program.ask() or {}).get("digest", "")
+        assert self.digest, self.program.failure
+
+
+def measured(sizes: Sequence[int], recipe: Path, store: int, rounds: int, warm_up: int) -> list[OnNodes]:
+    """Run rounds on clusters of these sizes, in turns."""
+    folder, cores, runs = recipe.parent, os.cpu_count() or 1, list[OnNodes]()
+    with spaces(sum(sizes)) as names:
+        left = list(enumerate(names, 1))
+        for size in sizes:
+            own, left = left[:size], left[size:]
+            head = own[0][0]
+            for turn, (place, space) in enumerate(own):
+                ray_node(space, place, head, turn % cores, store, folder / f"ray-{place}")
+            where = ["ip", "netns", "exec", own[0][1], "taskset", "-c", "0"]
+            made = program(counted(size), recipe, f"10.121.0.{head}:6379", where, folder)
+            runs.append(OnNodes(made, [space for _, space in own]))
+        for number in range(warm_up + rounds):
+            for run in runs:
+                run.program.round(count=number >= warm_up)
+        for run in runs:
+            run.end()
+    return runs
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--clients", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=4, help="counted rounds of polyfed's programs")
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument(
         "--flower", type=int, default=2, help="rounds of `--engine flower`, the first uncounted; 0: none"
     )
+    parser.add_argument("--all", action="store_true", help="also a million clients")
+    parser.add_argument("--million", type=int, nargs="+", default=[20_000, 1_000_000], help=argparse.SUPPRESS)
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -171,44 +242,44 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="pfn"))
     os.environ["RAY_TMPDIR"] = str(folder)  # no other program finds these clusters
     try:
-        (folder / "table").mkdir()
-        size = write_table(folder / "table", options.clients)
-        facts = {"embedding": FOOD.embedding, "hidden": FOOD.hidden, "lr": FOOD.lr, "batch": FOOD.batch_size}
-        total = options.warm_up + options.rounds
-        recipe = folder / "recipe.toml"
-        recipe.write_text(RECIPE.format(rounds=total, folder=folder / "table", **facts))
-        with spaces(3) as names:
-            store = int(1.5 * size) + 2 * 10**8
-            ray_node(names[0], 1, 1, 0, store, folder / "ray-1")
-            ray_node(names[1], 2, 2, 0, store, folder / "ray-2")
-            ray_node(names[2], 3, 2, 1, store, folder / "ray-3")
-            on = [["ip", "netns", "exec", name, "taskset", "-c", "0"] for name in names[:2]]
-            one = program("one node", recipe, "10.121.0.1:6379", on[0], folder)
-            two = program("two nodes", recipe, "10.121.0.2:6379", on[1], folder)
-            for number in range(total):
-                for each in (one, two):
-                    each.round(count=number >= options.warm_up)
-            digests = {(each.ask() or {}).get("digest") for each in (one, two)}
-            print("equal bit for bit" if len(digests) == 1 and None not in digests else f"NOT EQUAL: {digests}")
-        measured = [one, two]
-        if options.flower:
-            os.environ["RAY_TMPDIR"] = str(folder / "flower")  # Flower starts a cluster of its own
-            recipe.write_text(RECIPE.format(rounds=options.flower, folder=folder / "table", **facts))
-            flower = program("--engine flower, two cores", recipe, "flower", [], folder)
-            for number in range(options.flower):
-                flower.round(count=number > 0)
-            flower.stop()
-            measured.append(flower)
-        report(measured)
+        if options.nodes:
+            report(rounds_of_food(folder, options))
+        if options.all:
+            shutil.rmtree(folder / "table", ignore_errors=True)
+            many(folder, options.million)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def report(measured: Sequence[Program]) -> None:
+def rounds_of_food(folder: Path, options: argparse.Namespace) -> list[Program]:
+    """Run `food` on clusters of all sizes, and on Flower."""
+    (folder / "table").mkdir()
+    size = write_table(folder / "table", options.clients)
+    facts = {"embedding": FOOD.embedding, "hidden": FOOD.hidden, "lr": FOOD.lr, "batch": FOOD.batch_size}
+    recipe, store = folder / "recipe.toml", int(1.5 * size) + 2 * 10**8
+    recipe.write_text(RECIPE.format(rounds=options.warm_up + options.rounds, folder=folder / "table", **facts))
+    found = list[OnNodes]()
+    for sizes in (options.nodes[:2], *([more] for more in options.nodes[2:])):
+        found += measured(sizes, recipe, store, options.rounds, options.warm_up)
+    digests, programs = {run.digest for run in found}, [run.program for run in found]
+    print("equal bit for bit" if len(digests) == 1 else f"NOT EQUAL: {digests}", flush=True)
+    if options.flower:
+        os.environ["RAY_TMPDIR"] = str(folder / "flower")  # Flower starts a cluster of its own
+        recipe.write_text(RECIPE.format(rounds=options.flower, folder=folder / "table", **facts))
+        flower = program("--engine flower, two cores", recipe, "flower", [], folder)
+        for number in range(options.flower):
+            flower.round(count=number > 0)
+        flower.stop()
+        os.environ["RAY_TMPDIR"] = str(folder)
+        programs.append(flower)
+    return programs
+
+
+def report(found: Sequence[Program]) -> None:
     """Print a line for each program."""
-    one = measured[0]
+    one = found[0]
     print("| program | seconds a round | server's own | of one node |\n|---|---:|---:|---:|")
-    for each in measured:
+    for each in found:
         if not each.seconds:
             print(f"| {each.name} | no figure: {each.failure} | | |")
             continue
@@ -217,6 +288,26 @@ def report(measured: Sequence[Program]) -> None:
         seconds, own = statistics.median(each.seconds), statistics.median(each.cpu)
         ends = f"{min(each.seconds):.2f} to {max(each.seconds):.2f}"
         print(f"| {each.name} | {seconds:.2f} ({ends}) | {own:.2f} | {ratio:.2f} |")
+    sys.stdout.flush()
+
+
+def many(folder: Path, sizes: Sequence[int]) -> None:
+    """Print the memory of nodes for populations of these sizes."""
+    print(f"\n| clients, {COHORT:,} a round | nodes | seconds a round | MiB of a node | MiB of the command |")
+    print("|---:|---:|---:|---:|---:|")
+    for clients in sizes:
+        table = folder / f"clients-{clients}"
+        table.mkdir()
+        store = int(1.5 * growth_of_runs.write_table(table, clients)) + 4 * 10**8
+        facts = {"folder": table, "partition": "by-client", "num": "", "cohort": COHORT, "engine": "vectorised"}
+        recipe = folder / "many.toml"
+        text = growth_of_runs.RECIPE.format(rounds=3, **facts).replace("workers = 1", "workers = 0")
+        recipe.write_text(f"{text}\n[evaluate]\nevery = 0\n[checkpoint]\nevery = 1000\n")
+        for nodes in (1, 2):
+            (run,) = measured([nodes], recipe, store, 2, 1)
+            seconds = statistics.median(run.program.seconds)
+            print(f"| {clients:,} | {nodes} | {seconds:.2f} | {run.node:,.0f} | {run.command:,.0f} |", flush=True)
+        shutil.rmtree(table)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -118,6 +119,14 @@ def test_the_manifest_has_what_a_ray_job_needs(job: Path, capsys: pytest.Capture
         assert volume["name"] == container["volumeMounts"][0]["name"]
         assert volume["persistentVolumeClaim"] == {"claimName": "shared"}
     assert field(cluster, "workerGroupSpecs.0.replicas") == 4
+
+
+@pytest.mark.parametrize("stem", ["2026", "-x-", "Ünï", "a" * 31 + "-b", "x" * 80, "7" * 80])
+def test_the_name_of_a_job_is_one_that_kuberay_takes(stem: str, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / f"{stem}.toml").write_text(RECIPE)
+    target = str(tmp_path / f"{stem}.toml")
+    made = json.loads(printed(capsys, "kubernetes", target, "--image", "x", "--claim", "shared"))
+    assert re.fullmatch(r"[a-z]([a-z0-9-]{0,45}[a-z0-9])?", made["metadata"]["name"])
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,7 @@ def test_nodes_that_cannot_do_their_part_are_named(nodes: Any, monkeypatch: pyte
     made = on_ray(recipe(algorithm("fedavg")))
     with monkeypatch.context() as patch:
         patch.setattr(cluster, "STORE_SHARE", 1e-6)
-        with refuses(RecipeError, "object store"):
+        with refuses(RecipeError, "engine.cluster: object store"):
             played(made)
     with monkeypatch.context() as patch:
         own = cluster.facts()
@@ -226,11 +226,47 @@ def test_nodes_that_cannot_do_their_part_are_named(nodes: Any, monkeypatch: pyte
             "_ask",
             lambda *given: [found | {"torch": "2.6.0", "polyfed": ""} for found in asked(*given)],
         )
-        with refuses(RecipeError, "has torch 2.6.0") as refused:
+        with refuses(RecipeError, "engine.cluster: has torch 2.6.0") as refused:
             played(made)
         assert f"has polyfed not, and this machine {own['polyfed']}" in str(refused.value)
-    with refuses(RecipeError, "no node has"):
+    with refuses(RecipeError, "engine.cluster: no node has"):
         played(on_ray(recipe(algorithm("fedavg")), device="cuda", stack=2))
+
+
+def test_nodes_are_checked_before_the_first_round_also_if_no_request_needs_them(
+    nodes: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = on_ray(recipe(algorithm("fedavg")))
+    monkeypatch.setattr(in_process, "UNIT_FLOPS", 1e12)  # every request stays in this process
+    polyfed.run(made)
+    seen: list[str] = []
+    monkeypatch.setattr(cluster, "STORE_SHARE", 1e-6)
+    with refuses(RecipeError, "engine.cluster: object store"):
+        polyfed.run(made, tmp_path / "run", listeners=[lambda event, **_: seen.append(event)])
+    assert "round-started" not in seen
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_node_that_joins_is_checked_once_and_another_version_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    there, engine = cluster.Cluster(), assemble(recipe(algorithm("fedavg"))).engine
+    own: dict[str, Any] = {"CPU": 1.0, "object_store_memory": 2.0**30}
+    alive = [{"NodeID": name, "NodeManagerAddress": name, "Alive": True, "Resources": own} for name in ("one", "two")]
+    there._ray = SimpleNamespace(nodes=lambda: alive, is_initialized=lambda: True)
+    asked: list[list[str]] = []
+
+    def ask(nodes: list[dict[str, Any]], *_: Any) -> list[Any]:
+        asked.append([node["NodeID"] for node in nodes])
+        return [cluster.facts() | ({"torch": "2.6.0"} if node["NodeID"] == "three" else {}) for node in nodes]
+
+    monkeypatch.setattr(there, "_ask", ask)
+    monkeypatch.setattr(there, "refuse_lost_head", lambda: None)
+    for _ in range(2):
+        there.check(engine, 1, torch.device("cpu"))  # type: ignore[arg-type]
+    alive.append({**alive[0], "NodeID": "three", "NodeManagerAddress": "10.0.0.3"})
+    with refuses(RecipeError, "engine.cluster: has torch 2.6.0") as refused:
+        there.check(engine, 1, torch.device("cpu"))  # type: ignore[arg-type]
+    assert "node 10.0.0.3" in str(refused.value)
+    assert asked == [["one", "two"], ["three"]]
 
 
 def test_a_cluster_without_a_free_core_ends_the_run(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,7 +376,7 @@ def test_a_head_that_has_ended_ends_the_run_within_seconds(monkeypatch: pytest.M
     )
     there._ours, there._head = True, f"127.0.0.1:{port}"
     with refuses(RecipeError, f"engine.cluster: 127.0.0.1:{port}"):
-        there.wait(["job"])
+        there.ended(["job"], wait=True)
     there.kill("actor")  # neither calls Ray
     there.close()
     assert there.lost

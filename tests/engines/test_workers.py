@@ -26,6 +26,7 @@ from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.system.openmp import using_threads
 from polyfed.engines import in_process, stack_division
 from polyfed.engines.base import ClientExchange
+from polyfed.engines.workers import pool
 from polyfed.engines.workers.shared_memory import Arena, copied
 from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.recipes.engine_choice import workers_of
@@ -158,6 +159,51 @@ def test_clients_that_kill_every_worker_are_missing_with_the_reason(tmp_path: Pa
     missing = run.rounds[0]["missing"]
     assert "SIGKILL, 2 times" in missing["2"]
     assert run.rounds[1]["missing"] == {}
+
+
+class Ahead(pool._Worker):
+    """A worker that never waits for the server. Client 2 ends it, and its later jobs have no result either."""
+
+    ahead = True
+
+    def __init__(self, log: list[tuple[str, Any]]) -> None:
+        super().__init__()
+        self.log, self.lost = log, list[Any]()
+
+    def give(self, job: Any) -> None:
+        self.log.append(("gave", job))
+        self.pending = job
+        if self.lost or job == [[2]]:
+            self.lost.append(job)
+
+    def take(self, pending: Any) -> Any:
+        self.log.append(("took", pending))
+        return None if pending in self.lost else (pending, None)
+
+    def ready(self, workers: list[Any], *, wait: bool) -> list[Any]:
+        return workers
+
+    def end(self) -> str:
+        return "it was lost"
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_a_worker_gets_its_next_job_before_its_result_is_read_and_its_end_costs_that_job_no_try(
+    num: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[tuple[str, Any]] = []
+    there: Any = object.__new__(pool.Workers)
+    there.started, there.engine = [Ahead(log) for _ in range(num)], SimpleNamespace(emit=lambda *_, **__: None)
+    monkeypatch.setattr(pool.Workers, "start", lambda self, num: self.started.extend([Ahead(log)] * (not self.started)))
+    monkeypatch.setattr(pool.Workers, "_job", lambda self, worker, request, units, *_: units)
+    merged: list[int] = []
+    monkeypatch.setattr(pool.Workers, "_merge", lambda self, request, worker, done, *_: merged.append(done[0][0]))
+    answer = there._collect(None, {number: [[number]] for number in range(7)}, None, None)
+    assert sorted(merged) == [0, 1, 3, 4, 5, 6]
+    assert answer.missing == {2: "it was lost, 2 times; lack of memory is the usual cause"}
+    assert [what for what, _ in log[: 2 * num + 1]] == ["gave"] * 2 * num + ["took"]
 
 
 def test_a_refusal_in_a_worker_ends_the_run() -> None:

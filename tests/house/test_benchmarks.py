@@ -1,6 +1,6 @@
 """The benchmarks: FedMultimodal's draws against NumPy's own global generator, and the page of speed."""
 
-import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -273,8 +273,17 @@ def test_the_gpu_script_goes_on_after_items_that_fail_hang_or_die(tmp_path: Path
     ]
 
 
-def test_the_gpu_script_runs_tests_that_exist() -> None:
-    assert (ROOT / runpy.run_path(str(ROOT / "benchmarks" / "gpu.py"))["TESTS"]).exists()
+def test_the_gpu_script_runs_tests_that_exist_and_no_program_that_is_not_installed(monkeypatch) -> None:
+    script = runpy.run_path(str(ROOT / "benchmarks" / "gpu.py"))
+    assert (ROOT / script["TESTS"]).exists()
+    todo = list(script["items"](pretend=True))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    left, told = script["runnable"](todo)
+    assert [item for item in todo if item not in left] == [item for item in todo if item.name.endswith(" pfl")] != []
+    assert told == ["pfl is not installed here, so its column is empty."]
+    assert script["runnable"](left) == (left, [])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert script["runnable"](todo) == (todo, [])
 
 
 def test_a_gpu_script_that_is_stopped_keeps_what_it_has(tmp_path: Path) -> None:

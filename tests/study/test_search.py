@@ -122,11 +122,62 @@ def test_median_pruning_spends_its_rounds_on_further_trials():
         ({"prune": "median", "sampler": "grid"}, "search.prune: further"),
         ({"prune": "early"}, "search.prune: Allowed"),
         ({"reduction": 1}, "search.reduction: must be"),
+        ({"confirm": 2}, "search.confirm: seed"),
     ],
 )
 def test_a_pruning_without_effect_is_refused(options, words):
     with refuses(RecipeError, words):
         Search(trials=4, seeds=[9], **options)
+
+
+def confirmable(**options) -> Searcher:
+    """Four trials of nine rounds with these scores on the first seed: 0.5, 0.9, diverged, 0.7."""
+    search = Search(trials=4, seeds=[9, 10, 11], sampler="random", batch=4, confirm=2, **options)
+    searcher = Searcher(search, SPACE, rounds=9)
+    searcher.tell(searcher.ask(), [0.5, 0.9, None, 0.7])
+    return searcher
+
+
+def test_the_best_trials_are_compared_on_all_seeds_and_the_next_ones_if_they_diverge():
+    searcher = confirmable()
+    assert (searcher.spent, searcher.best, searcher.unsure()) == (4 * 9, None, [1, 3])
+    searcher.confirm([1, 3], [0.6, 0.65])
+    assert searcher.best == searcher.trials[3][0]
+    assert searcher.unsure() == []
+    assert searcher.spent == 4 * 9 + 2 * 2 * 9
+
+    searcher = confirmable()
+    searcher.confirm([1, 3], [None, None])
+    assert (searcher.best, searcher.unsure()) == (None, [0])
+    searcher.confirm([0], [0.1])
+    assert searcher.best == searcher.trials[0][0]
+    searcher = confirmable()
+    searcher.confirm([1, 3, 0], [None, None, None])
+    assert (searcher.best, searcher.unsure()) == (None, []), "the one that is left diverged on the first seed"
+
+    searcher = confirmable()
+    searcher.lowest = True
+    assert searcher.unsure() == [0, 3]
+
+
+def test_trials_that_stopped_early_are_confirmed_last_and_have_all_rounds_then():
+    search = Search(trials=3, seeds=[9, 10], sampler="random", batch=3, confirm=1, prune="halving")
+    searcher = Searcher(search, SPACE, rounds=9)
+    searcher.tell(searcher.ask(), [0.9, 0.8, 0.1], {0: 1, 1: 3})
+    assert searcher.spent == 1 + 3 + 9
+    assert searcher.unsure() == [2]
+    searcher.confirm([2], [None])
+    assert searcher.unsure() == [1], "it got further"
+    searcher.confirm([1], [0.8])
+    assert searcher.best == searcher.trials[1][0]
+    assert searcher.pruned == {0: 1}
+    assert searcher.spent == 1 + 9 + 9 + 2 * 9
+
+
+def test_without_confirmation_every_trial_has_all_seeds():
+    searcher = Searcher(Search(trials=2, seeds=[9, 10], sampler="random"), SPACE, rounds=5)
+    searcher.tell(searcher.ask(), [0.5, 0.4])
+    assert (searcher.spent, searcher.unsure()) == (2 * 2 * 5, [])
 
 
 def test_a_latin_hypercube_tries_all_values_equally_often():

@@ -20,7 +20,8 @@ import polyfed
 from polyfed.core.errors import RecipeError
 from polyfed.experiment.running import machine
 from polyfed.experiment.study import plan
-from polyfed.experiment.study.pool import Pool, Worker
+from polyfed.experiment.study.board import DIVERGED
+from polyfed.experiment.study.pool import Message, Pool, Worker
 from refusals import refuses
 
 SCORE = "metrics.global.accuracy"
@@ -124,6 +125,35 @@ def test_a_run_that_fails_says_why_and_stops_no_other(tmp_path, here):
     assert list(frame["state"]) == ["finished", "failed"]
     assert "training left the finite numbers" in frame["why"][1]
     assert "training left the finite numbers" in (tmp_path / "out" / "index.html").read_text()
+
+
+class Unstable(HerePool):
+    """Training diverges on seed 12 with one learning rate."""
+
+    diverges = 0.0
+
+    def start(self, job, recipe, folder, until=0):
+        if recipe["seed"] == 12 and recipe["train"]["lr"] == self.diverges:
+            self.messages.append(Message(job, "done", {"code": DIVERGED, "why": "diverged"}))
+        else:
+            super().start(job, recipe, folder, until)
+
+
+def test_a_setting_that_diverges_on_another_seed_is_not_chosen(tmp_path, monkeypatch):
+    monkeypatch.setattr("polyfed.experiment.study.scheduler.Pool", Unstable)
+    keys = {"train.lr": [0.02, 0.05, 0.1, 0.2]}
+    search = {"trials": 4, "batch": 4, "seeds": [11, 12], "sampler": "grid", "keys": keys, "confirm": 2}
+    study = table(tmp_path, seeds=[1], methods={"fedavg": {}}, search=search)
+    seen = []
+    first = polyfed.sweep(study, tmp_path / "first", jobs=1, listeners=[lambda event, board: seen.append(board)])
+    assert sorted(e.seed for e in seen[-1].entries.values() if e.tuning) == [11] * 4 + [12] * 2
+    monkeypatch.setattr(Unstable, "diverges", first["train.lr"][0])
+    again = polyfed.sweep(study, tmp_path / "again", jobs=1)
+    assert again["state"][0] == "finished"
+    assert again["train.lr"][0] != first["train.lr"][0]
+    page = (tmp_path / "again" / "index.html").read_text()
+    assert page.count(" with all seeds") == 2
+    assert "diverged with all seeds" in page
 
 
 @pytest.mark.parametrize("metric", [["global.accuracy", "global.mae"], "personal.mean"])

@@ -100,7 +100,7 @@ def slurm(
 @app.command("kubernetes")
 def kubernetes(
     target: Target,
-    image: Annotated[str, typer.Option(metavar="IMAGE", help="A container image with polyfed and Ray.")],
+    image: Annotated[str, typer.Option(metavar="IMAGE", help="A container image with polyfed and ray[default].")],
     claim: Annotated[str, typer.Option(metavar="NAME", help="A PersistentVolumeClaim that all pods can write.")],
     nodes: Nodes = 2,
     cores: Cores = 8,
@@ -158,7 +158,8 @@ def _command(target: Path, out: Path | None) -> tuple[str, list[str]]:
         table = parse_toml(target.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise RecipeError(f"{target}: {error}. Give the path of a recipe or a study") from None
-    name = re.sub(r"[^a-z0-9-]+", "-", target.stem.lower()).strip("-")[:40] or "polyfed"
+    name = re.sub(r"[^a-z0-9-]+", "-", target.stem.lower())[:32].strip("-") or "run"
+    name = name if name[0].isalpha() else f"polyfed-{name}"  # KubeRay takes no other name
     folder = str(out or Path("runs") / target.stem)
     if "methods" in table:
         return name, ["polyfed", "sweep", str(target), "--out", folder, "--ray", ""]

@@ -161,6 +161,13 @@ class Engine(ABC):
             EgressError: a client's policy refused to release its reply.
         """
 
+    def check(self) -> None:  # noqa: B027
+        """Refuse machines that cannot run the clients, before the first request.
+
+        Raises:
+            RecipeError: all faults of all machines.
+        """
+
     def close(self) -> None:  # noqa: B027
         """End the processes that the engine has started. The engine starts them again if it gets another request."""
 

@@ -100,6 +100,11 @@ class InProcess(Engine):
         return self.gpus[0] if self.gpus else self.device
 
     @override
+    def check(self) -> None:
+        if self.pool is not None:
+            self.pool.check()
+
+    @override
     def close(self) -> None:
         if self.pool is not None:
             self.pool.close()

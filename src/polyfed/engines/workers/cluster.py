@@ -73,24 +73,38 @@ class Cluster:
         self.lost = False
         self._once: tuple[NDArray[np.uint8], Any] | None = None
         self._payload: Any = None
+        self._checked: set[str] = set()  # Ray's numbers of the nodes that can do their part
+
+    def check(self, engine: Served, threads: int, device: torch.device) -> None:
+        """Connect, and check the nodes that were not checked before.
+
+        Raises:
+            RecipeError: Ray is missing or refuses, or a node cannot do its part; the text names the node.
+        """
+        if self._ray is None or not self._ray.is_initialized():
+            self._checked.clear()
+            self.connect()
+        else:
+            self.refuse_lost_head()
+        self._options = {"num_cpus": max(1, threads), "scheduling_strategy": "SPREAD"}
+        self._options |= {"num_gpus": 1} if device.type == "cuda" else {}
+        self._arguments = threads, str(device)
+        new = [node for node in self._alive() if node["NodeID"] not in self._checked]
+        if new:
+            self._refuse_nodes(new, size_of(engine.population.columns, engine.initial), device)
+            self._checked |= {node["NodeID"] for node in new}
 
     def open(self, engine: Served, num: int, threads: int, device: torch.device) -> int:
-        """Connect, check all nodes, and send them the engine. Further calls do nothing.
+        """Check the nodes, and send them the engine, once.
 
         Returns:
             The number of workers: `num`, or one for each `threads` cores (or for each GPU) of the cluster if it is 0.
 
         Raises:
-            RecipeError: Ray is missing or refuses, or a node cannot do its part; the text names the node.
+            RecipeError: see `check`.
         """
-        if self._payload is not None:
-            self.refuse_lost_head()
-        else:
-            self.connect()
-            self._refuse_nodes(size_of(engine.population.columns, engine.initial), device)
-            self._options = {"num_cpus": max(1, threads), "scheduling_strategy": "SPREAD"}
-            self._options |= {"num_gpus": 1} if device.type == "cuda" else {}
-            self._arguments = threads, str(device)
+        self.check(engine, threads, device)
+        if self._payload is None:
             self._payload = self.share(engine)
         total = self._ray.cluster_resources()
         most = total.get("CPU", 0) // max(1, threads) if device.type == "cpu" else total.get("GPU", 0)
@@ -187,7 +201,8 @@ class Cluster:
         Raises:
             RecipeError: all faults of all nodes.
         """
-        nodes, faults = self._alive(), self._version_faults()
+        nodes = self._alive()
+        faults = self._version_faults(nodes)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".seen-") as file:
             for node, seen in zip(nodes, self._ask(nodes, _exists, file.name), strict=True):
                 if seen is False:
@@ -197,14 +212,15 @@ class Cluster:
         if faults:
             raise RecipeError("Ray: " + "; ".join(faults))
 
-    def _refuse_nodes(self, size: int, device: torch.device) -> None:
-        """Refuse the cluster if a node has other versions, too small an object store, or if no node has a GPU.
+    def _refuse_nodes(self, nodes: Sequence[dict[str, Any]], size: int, device: torch.device) -> None:
+        """Refuse the cluster if one of these nodes has other versions or too small an object store, or if no node has
+        a GPU or the cores of a worker.
 
         Raises:
             RecipeError: all faults of all nodes.
         """
-        faults = self._version_faults()
-        for node in self._alive():
+        faults = self._version_faults(nodes)
+        for node in nodes:
             name, store = node["NodeManagerAddress"], node["Resources"].get("object_store_memory", 0)
             if size > STORE_SHARE * store:
                 faults.append(
@@ -214,14 +230,15 @@ class Cluster:
         if device.type == "cuda" and not self._ray.cluster_resources().get("GPU"):
             faults.append("[engine] device = 'cuda', and no node has a GPU: use device = 'cpu', or add a node with one")
         if faults:
-            raise RecipeError("[engine] cluster = 'ray': " + "; ".join(faults))
+            raise RecipeError("[engine] cluster = 'ray': " + "; ".join(faults), ("engine", "cluster"))
+        self._refuse_nothing()
 
     def _alive(self) -> list[dict[str, Any]]:
         return [node for node in self._ray.nodes() if node["Alive"]]
 
-    def _version_faults(self) -> list[str]:
+    def _version_faults(self, nodes: Sequence[dict[str, Any]]) -> list[str]:
         """Return a text for each node that does not answer, and for each package that differs from this machine's."""
-        nodes, here, faults = self._alive(), facts(), []
+        here, faults = facts(), []
         for node, found in zip(nodes, self._ask(nodes, facts), strict=True):
             name = node["NodeManagerAddress"]
             if isinstance(found, str):
@@ -283,11 +300,11 @@ class Cluster:
         Raises:
             RecipeError: at least one must start, and none did.
         """
-        kind, each = ("GPU", 1) if "num_gpus" in self._options else ("CPU", max(1, self._arguments[0]))
+        kind, each = self._each()
         end = time.monotonic() + START_SECONDS
         while True:
             if none_yet:
-                self._refuse_nothing(kind, each)
+                self._refuse_nothing()
             free = int(self._ray.available_resources().get(kind, 0) // each)
             started, reason = self._started(max(min(num, free), 1 if none_yet else 0))
             if started or not none_yet:
@@ -317,12 +334,17 @@ class Cluster:
             self.kill(actor)
         return started, reason
 
-    def _refuse_nothing(self, kind: str, each: int) -> None:
+    def _each(self) -> tuple[str, int]:
+        """Return the resource of Ray that a worker takes, and how much of it."""
+        return ("GPU", 1) if "num_gpus" in self._options else ("CPU", max(1, self._arguments[0]))
+
+    def _refuse_nothing(self) -> None:
         """Wait a moment for a node that is large enough for a worker.
 
         Raises:
             RecipeError: the cluster has none, however busy its nodes are.
         """
+        kind, each = self._each()
         end = time.monotonic() + CONNECT_SECONDS
         while not any(node["Resources"].get(kind, 0) >= each for node in self._alive()):
             if time.monotonic() > end:
@@ -341,16 +363,22 @@ class Cluster:
                 self._once = content, self._ray.put(content)
         return self._once[1]
 
-    def wait(self, pending: Sequence[Any]) -> set[Any]:
-        """Wait until some of these calls have ended, well or not, and return them.
+    def ended(self, pending: Sequence[Any], *, wait: bool) -> set[Any]:
+        """Return which of these calls have ended, well or not. Their results begin to travel here.
+
+        Args:
+            wait: whether to wait until there is one.
 
         Raises:
             RecipeError: the head of the cluster has ended.
         """
+        seconds = LOOK_SECONDS if wait else 0
         while True:
             with self.explained():
-                ended, _ = self._ray.wait(list(pending), num_returns=1, timeout=LOOK_SECONDS)
-            if ended:
+                ended, _ = self._ray.wait(list(pending), num_returns=1, timeout=seconds, fetch_local=False)
+                if ended:
+                    self._ray.wait(ended, num_returns=1, timeout=0)
+            if ended or not wait:
                 return set(ended)
             self.refuse_lost_head(LOOK_SECONDS)
 
@@ -364,9 +392,12 @@ class Cluster:
 
         Raises:
             Lost: the actor or its node has ended.
+            RecipeError: the head of the cluster has ended.
         """
         try:
             with self.explained():
+                while not self._ray.wait([pending], num_returns=1, timeout=LOOK_SECONDS)[0]:
+                    self.refuse_lost_head(LOOK_SECONDS)
                 done, content = self._ray.get(pending)
         except self._ray.exceptions.RayError as error:
             raise Lost(in_short(error)) from error

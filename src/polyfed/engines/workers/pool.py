@@ -26,7 +26,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing.connection import wait
+from multiprocessing import connection
 from typing import Any
 
 import torch
@@ -98,6 +98,15 @@ class Workers:
         self._told: list[tuple[str, dict[str, Any]]] = []
         self._close = weakref.finalize(self, _close_all, self.started, os.getpid())
 
+    def check(self) -> None:
+        """Refuse a cluster that cannot run the clients, before a request needs it.
+
+        Raises:
+            RecipeError: see `Cluster.check`.
+        """
+        if self.cluster is not None:
+            self.cluster.check(self.engine, self.threads, self.devices[0])
+
     def start(self, num: int) -> None:
         """Start worker processes until `num` of them run. On a cluster, fewer may find a free core.
 
@@ -155,30 +164,42 @@ class Workers:
             raise
 
     def _collect(self, request: Request, todo: dict[int, list[Unit]], send: Send, sent: Sent | None) -> Answer:
-        """Send the bundles to idle workers, one after another, and collect the results."""
+        """Send the bundles to idle workers, one after another, and collect the results.
+
+        A worker whose result outlives its next job gets this job first, so that it does not wait for the server.
+        """
         answer = Answer([], {})
         waiting, tries = list(todo), dict.fromkeys(todo, 0)
         busy: dict[_Worker, int] = {}
-        while waiting or busy:
+        arrived: dict[_Worker, tuple[int, Any]] = {}  # worker -> a bundle, and what gives its result
+        while waiting or busy or arrived:
             for worker in self.started:
-                if waiting and worker not in busy:
+                if waiting and worker not in busy and (worker.ahead or worker not in arrived):
                     number = max(waiting, key=lambda number: worker.holds(todo[number]))  # the first one of equal ones
                     waiting.remove(number)
                     tries[number] += 1
                     worker.give(self._job(worker, request, todo[number], send, sent))
                     busy[worker] = number
-            for worker in next(iter(busy)).ready(list(busy)):
-                number = busy.pop(worker)
-                done = worker.take()
-                if done is not None:
-                    self._merge(request, worker, done, answer)
-                    continue
-                reason = self._replace(worker, todo[number])
-                if tries[number] < TRIES:
-                    waiting.append(number)
-                else:
-                    reason = f"{reason}, {TRIES} times; lack of memory is the usual cause"
-                    answer.missing.update({client: reason for unit in todo[number] for client in unit})
+            idle = [worker for worker in busy if worker not in arrived]
+            ready = idle[0].ready(idle, wait=not arrived) if idle else []
+            arrived |= {worker: (busy.pop(worker), worker.pending) for worker in ready}
+            if not arrived or (waiting and any(worker.ahead for worker in ready)):
+                continue
+            worker = next(iter(arrived))
+            number, result = arrived.pop(worker)
+            taken = worker.take(result)
+            if taken is not None:
+                self._merge(request, worker, *taken, answer)
+                continue
+            reason = self._replace(worker, todo[number])
+            if worker in busy:  # the next job of a dead worker has not begun
+                tries[again := busy.pop(worker)] -= 1
+                waiting.append(again)
+            if tries[number] < TRIES:
+                waiting.append(number)
+            else:
+                reason = f"{reason}, {TRIES} times; lack of memory is the usual cause"
+                answer.missing.update({client: reason for unit in todo[number] for client in unit})
         return Answer.of(answer.parts, answer.missing)
 
     def _job(self, worker: "_Worker", request: Request, units: list[Unit], send: Send, sent: Sent | None) -> Job:
@@ -200,7 +221,7 @@ class Workers:
             request.name, facts, units, messages if sent is None else sent, sent is not None, locals_, held, stale
         )
 
-    def _merge(self, request: Request, worker: "_Worker", done: Done, answer: Answer) -> None:
+    def _merge(self, request: Request, worker: "_Worker", done: Done, up: Memory, answer: Answer) -> None:
         """Add a worker's results to the answer, the local states, the ledger, the clock and the events."""
         self.returned += 1
         for entry in done.entries:
@@ -217,9 +238,9 @@ class Workers:
             raise done.error
         answer.missing.update(done.missing)
         for clients, entries in done.parts:
-            answer.parts.append(ReplyStack(clients, message_of(request.reply, entries, worker.up, copy=True)))
+            answer.parts.append(ReplyStack(clients, message_of(request.reply, entries, up, copy=True)))
         for client, tree in done.locals.items():
-            values = worker.up.read(place for _, place in tree)
+            values = up.read(place for _, place in tree)
             self.engine.keep({client: {name: copied(v) for (name, _), v in zip(tree, values, strict=True)}})
             if worker.remembers:
                 self._remember(worker, client)
@@ -255,15 +276,17 @@ class _Worker(ABC):
 
     Attributes:
         down: the memory of the tensors that the worker receives.
-        up: the memory of the tensors that the worker returns.
+        pending: what gives the result of the last job.
         held: client -> the newest local state, if the worker holds it too. These are the objects of the engine.
         stale: clients of which the worker holds an older state.
     """
 
     remembers = False
     """Whether the worker keeps the local states that it has returned."""
+    ahead = False
+    """Whether the result of a job stays readable while the worker runs its next one."""
     down: Memory
-    up: Memory
+    pending: Any = None
 
     def __init__(self) -> None:
         self.held: dict[int, Tree] = {}
@@ -278,12 +301,20 @@ class _Worker(ABC):
         """Send a job. If the worker has died, this method does nothing, and `take` returns None."""
 
     @abstractmethod
-    def take(self) -> Done | None:
-        """Return the worker's results, or None if it has died. Call this method only for a worker of `ready`."""
+    def take(self, pending: Any) -> tuple[Done, Memory] | None:
+        """Return the results of a job and the memory of their tensors, or None if the worker has died.
+
+        Args:
+            pending: the worker's attribute of this name when `ready` returned the worker.
+        """
 
     @abstractmethod
-    def ready(self, workers: list["_Worker"]) -> list["_Worker"]:
-        """Wait until some of these workers, all of this class, have sent results or have ended, and return them."""
+    def ready(self, workers: list["_Worker"], *, wait: bool) -> list["_Worker"]:
+        """Return those of these workers, all of this class, that have sent results or have ended.
+
+        Args:
+            wait: whether to wait until there are some.
+        """
 
     @abstractmethod
     def end(self) -> str:
@@ -297,36 +328,34 @@ class _Worker(ABC):
 class _Actor(_Worker):
     """A worker on a node of a Ray cluster. Ray starts it, notices its end, and moves the bytes of its messages."""
 
-    remembers = True
+    remembers = ahead = True
 
     def __init__(self, pool: Workers, cluster: Cluster, actor: Any, node: str) -> None:
         super().__init__()
         self.pool, self.cluster, self.actor, self.node = pool, cluster, actor, node
-        self.down, self.up = Packed(), Packed()
+        self.down = Packed()
 
     @override
     def give(self, job: Job) -> None:
         assert isinstance(self.pool.broadcast, Packed)
         assert isinstance(self.down, Packed)
-        self.up = Packed()  # the last result stays in the object store until nobody reads it
         broadcast = self.cluster.once(self.pool.broadcast.content) if job.shared else None
         self.pending = self.cluster.give(self.actor, job, broadcast, self.down.content)
 
     @override
-    def take(self) -> Done | None:
+    def take(self, pending: Any) -> tuple[Done, Memory] | None:
         try:
-            done, content = self.cluster.result(self.pending)
+            done, content = self.cluster.result(pending)
         except Lost as lost:
             self.reason = str(lost)
             return None
-        self.up = Packed(content)
         assert isinstance(done, Done)
-        return done
+        return done, Packed(content)
 
     @override
-    def ready(self, workers: list[_Worker]) -> list[_Worker]:
-        finished = self.cluster.wait([worker.pending for worker in workers if isinstance(worker, _Actor)])
-        return [worker for worker in workers if isinstance(worker, _Actor) and worker.pending in finished]
+    def ready(self, workers: list[_Worker], *, wait: bool) -> list[_Worker]:
+        finished = self.cluster.ended([worker.pending for worker in workers], wait=wait)
+        return [worker for worker in workers if worker.pending in finished]
 
     @override
     def end(self) -> str:
@@ -368,7 +397,7 @@ class _Forked(_Worker):
             self.connection.send(job)
 
     @override
-    def take(self) -> Done | None:
+    def take(self, pending: Any) -> tuple[Done, Memory] | None:
         try:
             if not self.connection.poll():
                 return None
@@ -376,15 +405,15 @@ class _Forked(_Worker):
         except (EOFError, ConnectionError):
             return None
         assert isinstance(done, Done)
-        return done
+        return done, self.up
 
     @override
-    def ready(self, workers: list[_Worker]) -> list[_Worker]:
+    def ready(self, workers: list[_Worker], *, wait: bool) -> list[_Worker]:
         # if a task has started a process, the new process may hold the worker's end of the pipe open. The pipe then
         # does not end when the worker ends, so this also waits for the end of the worker's process (`pidfd_open`)
         forked = [worker for worker in workers if isinstance(worker, _Forked)]
         exits = [worker.exited for worker in forked if worker.exited is not None]
-        found = set(wait([*(worker.connection for worker in forked), *exits]))
+        found = set(connection.wait([*(worker.connection for worker in forked), *exits], None if wait else 0))
         return [worker for worker in forked if worker.connection in found or worker.exited in found]
 
     @override

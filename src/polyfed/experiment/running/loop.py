@@ -92,6 +92,7 @@ def execute(
         assembly = assemble(recipe, run_id(recipe.seed), emit, **parts)
         stack.callback(assembly.engine.close)
         check_before_run(assembly)
+        assembly.engine.check()
         for text in (*assembly.guesses, *(assembly.guarantee.sentences() if assembly.guarantee else ())):
             emit("note", text=text)
         loop = _Loop(assembly, records, emit)

@@ -225,8 +225,10 @@ def _state_text(entry: Entry) -> str:
 
 
 def _score_text(search: Searcher | None, place: int, score: float | None) -> str:
-    """Return the score of a trial and, if it stopped early, its last round."""
+    """Return the score of a trial, whether it had all seeds and, if it stopped early, its last round."""
     text = "diverged" if score is None else f"{score:.4f}"
+    if search is not None and place in search.confirmed:
+        return f"{text} with all seeds"
     ended = search.pruned.get(place) if search is not None else None
     return text if ended is None else f"{text}, stopped after round {ended}"
 

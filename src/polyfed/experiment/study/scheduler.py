@@ -163,11 +163,18 @@ class _Sweep:
         rungs = study.search.rungs(int(cell.table["rounds"]))
         searcher = board.searches[number] = Searcher(study.search, cell.space, rounds=rungs[-1])
         while asked := searcher.ask():
-            batch = [[self._entry(cell, s, values, tuning=True) for s in study.tuning_seeds] for values in asked]
+            batch = [[self._entry(cell, s, values, tuning=True) for s in study.first_seeds] for values in asked]
             compared = yield from self._compared(number, searcher, batch, rungs)
             if compared is None:
                 return None
             searcher.tell(asked, *compared)
+        while unsure := searcher.unsure():
+            tried = [searcher.trials[place][0] for place in unsure]
+            batch = [[self._entry(cell, s, values, tuning=True) for s in study.tuning_seeds] for values in tried]
+            compared = yield from self._compared(number, searcher, batch, rungs[-1:])
+            if compared is None:
+                return None
+            searcher.confirm(unsure, compared[0])
         if searcher.best is None:
             board.blocked[number] = (
                 f"training diverged with each of the {len(searcher.trials)} settings that were tried"

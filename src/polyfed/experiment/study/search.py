@@ -46,7 +46,8 @@ class Searcher:
         rounds: The rounds of a whole trial.
         trials: The settings that were tried, with their scores. The score is None if training diverged.
         pruned: The trials that stopped early, by their places in `trials`, with their last rounds.
-        spent: The rounds that the trials had together, on one seed.
+        confirmed: The places of the trials that had all seeds, if the search confirms its best ones.
+        spent: The rounds that the trials had together, on all seeds.
     """
 
     search: Search
@@ -55,6 +56,7 @@ class Searcher:
     rounds: int = 1
     trials: list[tuple[Values, float | None]] = field(default_factory=list)
     pruned: dict[int, int] = field(default_factory=dict)
+    confirmed: list[int] = field(default_factory=list)
     spent: int = 0
 
     def __post_init__(self) -> None:
@@ -64,6 +66,8 @@ class Searcher:
             RecipeError: Optuna is not installed.
         """
         self._spaces = {key: entry_of(entry) for key, entry in self.space.items()}
+        self._seeds = len(values_of(self.search.seeds))
+        self._first = 1 if self.search.confirm else self._seeds
         self._asked: list[Any] = []
         self._listed: list[Values] = []
         self._study: Any = None
@@ -89,8 +93,9 @@ class Searcher:
     @property
     def best(self) -> Values | None:
         """Return the setting with the best score (of several, the first one), or None if all trials diverged."""
-        whole = [trial for place, trial in enumerate(self.trials) if place not in self.pruned]
-        scored = [(values, score) for values, score in whole if score is not None]
+        whole = [place for place in range(len(self.trials)) if place not in self.pruned]
+        compared = map(self.trials.__getitem__, self.confirmed if self.search.confirm else whole)
+        scored = [(values, score) for values, score in compared if score is not None]
         if not scored:
             return None
         chosen = (min if self.lowest else max)(scored, key=lambda trial: trial[1])
@@ -101,7 +106,7 @@ class Searcher:
         done = len(self.trials)
         left = self.budget - done
         if self.search.prune == "median":
-            left = (self.budget * self.rounds - self.spent) // self.rounds
+            left = self.budget - -(-self.spent // (self.rounds * self._first))
         number = min(self.search.batch, left)
         if self._study is None:
             return self._listed[done : done + number]
@@ -136,7 +141,7 @@ class Searcher:
         """
         ended = ended or {}
         for place in range(len(asked)):
-            self.spent += ended.get(place, self.rounds)
+            self.spent += self._first * ended.get(place, self.rounds)
             if place in ended:
                 self.pruned[len(self.trials) + place] = ended[place]
         self.trials += zip(asked, scores, strict=True)
@@ -147,6 +152,25 @@ class Searcher:
                 self._study.tell(trial, state=optuna.trial.TrialState.PRUNED)
             else:
                 self._study.tell(trial, -score if self.lowest else score)
+
+    def unsure(self) -> list[int]:
+        """Return the places of the trials that need all seeds next, best first; none if one of them has trained.
+
+        Trials that stopped early come last. Those that got further come first among them.
+        """
+        if not self.search.confirm or any(self.trials[place][1] is not None for place in self.confirmed):
+            return []
+        sign = 1 if self.lowest else -1
+        left = {p: s for p, (_, s) in enumerate(self.trials) if s is not None and p not in self.confirmed}
+        last = {place: self.pruned.get(place, self.rounds) for place in left}
+        return sorted(left, key=lambda place: (-last[place], sign * left[place]))[: self.search.confirm]
+
+    def confirm(self, places: Sequence[int], scores: Sequence[float | None]) -> None:
+        """Report the scores of trials on all seeds, in the order of `unsure`."""
+        for place, score in zip(places, scores, strict=True):
+            self.spent += self._seeds * self.rounds - self.pruned.pop(place, self.rounds)
+            self.trials[place] = self.trials[place][0], score
+            self.confirmed.append(place)
 
     def _sampler(self) -> Any:
         samplers, seed = optuna.samplers, self.search.sampler_seed

@@ -89,6 +89,8 @@ class Search:
         sampler_seed: The seed of the sampler.
         batch: The number of trials that the sampler proposes before it sees their scores. These trials can run at the
             same time. The result depends on this number, but not on the number of processes.
+        confirm: With a number above 0, trials run with the first of `seeds` only, and then the best ones, so many at
+            once, with all of them. The best mean of these is chosen. If training diverged with each, the next follow.
         prune: How trials stop early, by their validation scores at the *rungs*: the rounds `least_rounds`,
             `least_rounds * reduction` and so on. "halving" (successive halving; Jamieson & Talwalkar 2016) keeps one of
             `reduction` trials of a batch at each rung, so every method spends the same number of rounds. "median" stops
@@ -105,6 +107,7 @@ class Search:
     sampler: Literal["tpe", "random", "qmc", "grid", "latin"] = "tpe"
     sampler_seed: Annotated[int, NOT_NEGATIVE] = 0
     batch: Annotated[int, AT_LEAST_ONE] = 4
+    confirm: Annotated[int, NOT_NEGATIVE] = 0
     prune: Literal["", "halving", "median"] = ""
     reduction: Annotated[int, between(2, 100)] = 3
     least_rounds: Annotated[int, AT_LEAST_ONE] = 1
@@ -116,6 +119,12 @@ class Search:
             RecipeError: an option has a wrong value, or no trial could ever be stopped.
         """
         check_ranges("[search]", self)
+        if self.confirm and len(values_of(self.seeds)) < 2:
+            raise RecipeError(
+                f"[search] confirm = {self.confirm} runs the best trials again with the other seeds, and there is one "
+                "seed. Give two or more",
+                ("search", "confirm"),
+            )
         if self.prune == "halving" and self.batch < self.reduction:
             raise RecipeError(
                 f"[search] prune = 'halving': a batch of {self.batch} trials is smaller than reduction = "
@@ -184,6 +193,11 @@ class Study:
     def tuning_seeds(self) -> list[int]:
         """The seeds of the search; empty without a search."""
         return [] if self.search is None else values_of(self.search.seeds)
+
+    @property
+    def first_seeds(self) -> list[int]:
+        """The seeds of every trial; those that `confirm` names have all tuning seeds."""
+        return self.tuning_seeds[:1] if self.search is not None and self.search.confirm else self.tuning_seeds
 
     def searched_keys(self, method: str) -> dict[str, Any]:
         """The keys whose values a search chooses for a method, with their lists or ranges.
