@@ -168,7 +168,8 @@ class Adapted(Concat):
     @override
     def joint(self, parts: Parts, z: Features, present: Features) -> Tensor:
         """The output of the first layer, (B, J); see `Fusion.joint`."""
-        total, adapted = self.bias, dict[str, Tensor]()
+        total: Tensor = self.bias
+        adapted: dict[str, Tensor] = {}
         for name, value in masked(z, present).items():
             part = parts[name]
             assert isinstance(part, Adapter)
