@@ -67,6 +67,9 @@ class HerePool:
 
     def __exit__(self, *_: object) -> None: ...
 
+    def drop(self) -> None:
+        self.messages.clear()
+
     @property
     def running(self) -> int:
         return len(self.messages)

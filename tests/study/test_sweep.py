@@ -19,7 +19,7 @@ from study_world import HerePool, table
 import polyfed
 from polyfed.core.errors import RecipeError
 from polyfed.experiment.running import machine
-from polyfed.experiment.study import plan
+from polyfed.experiment.study import plan, scheduler
 from polyfed.experiment.study.board import DIVERGED
 from polyfed.experiment.study.pool import Message, Pool, Worker
 from refusals import refuses
@@ -219,6 +219,31 @@ def test_a_further_run_starts_only_if_cores_and_memory_allow_it(tmp_path, monkey
     assert pool.refusal() == ""
     pool.workers *= 2
     assert pool.refusal() == "2 runs at once are carried out"
+
+
+def test_a_sweep_that_ends_early_leaves_no_runs_to_the_next_one_of_its_pool(tmp_path):
+    """As in a recommendation, whose stages share a pool and stop what takes too long."""
+
+    class Enough(Exception): ...
+
+    def stop(event, board):
+        if board.count("running"):
+            raise Enough
+
+    pool = HerePool(tmp_path, 1)
+    with pytest.raises(Enough):
+        scheduler.carried_out(table(tmp_path, seeds=[1]), tmp_path / "first", pool, [stop])
+    board = scheduler.carried_out(table(tmp_path, seeds=[2]), tmp_path / "second", pool, [])
+    assert [entry.seed for entry in board.entries.values() if entry.state == "finished"] == [2, 2]
+
+
+def test_a_pool_drops_the_processes_of_its_runs_and_hears_nothing_more_of_them(tmp_path):
+    with Pool(tmp_path, 1) as pool:
+        pool.start("one", {}, tmp_path / "one")
+        process = pool.workers[0].process
+        pool.drop()
+        assert process.poll() == -signal.SIGKILL and not pool.running and not pool.workers
+        assert pool.message(0.1) is None and pool.message(0.1) is None
 
 
 @pytest.mark.slow

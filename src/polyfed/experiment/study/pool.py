@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +27,7 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_
 better."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Worker:
     """A process that executes one run at a time.
 
@@ -79,11 +79,19 @@ class Pool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for worker in self.workers:
+        self._end(self.workers)
+
+    def drop(self) -> None:
+        """End the current runs, with their processes. Their checkpoints stay, and no message of theirs follows."""
+        self._end([worker for worker in self.workers if worker.job])
+
+    def _end(self, ended: Sequence[Worker]) -> None:
+        for worker in ended:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(worker.process.pid, signal.SIGKILL)  # also its child processes
-        for worker in self.workers:
+        for worker in ended:
             _close(worker)
+        self.workers = [worker for worker in self.workers if worker not in ended]
 
     @property
     def running(self) -> int:
@@ -118,6 +126,8 @@ class Pool:
         try:
             worker, facts = self._messages.get(timeout=seconds)
         except queue.Empty:
+            return None
+        if worker not in self.workers:  # it was dropped
             return None
         job = worker.job
         if facts is None:
@@ -194,10 +204,15 @@ class RayPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.drop()
+        self.cluster.close()
+
+    def drop(self) -> None:
+        """End the current runs; see `Pool.drop`."""
         for messages in [] if self.cluster.lost else self._running:
             with contextlib.suppress(Exception):  # the cluster may be gone
                 self._ray.cancel(messages, force=True)
-        self.cluster.close()
+        self._running = {}
 
     @property
     def running(self) -> int:

@@ -81,7 +81,7 @@ def carried_out(
 ) -> Board:
     """Carry out a study with processes that may already have carried out others in this folder; see `sweep`.
 
-    If a listener raises an exception, the sweep ends with it, and the pool may still have runs.
+    If a listener raises an exception, the sweep ends with it, and so do its runs, whose checkpoints stay.
     """
     planner, cells = planned(study)
     loaded = planner.study
@@ -91,6 +91,9 @@ def carried_out(
     with alone_in(folder, "another sweep is writing this study", "Wait for it, or choose another folder"):
         try:
             _Sweep(planner, board, pool, Emitter(listeners)).carry_out()
+        except BaseException:
+            pool.drop()  # the next sweep of this pool would hear of runs that it does not know
+            raise
         finally:  # also after Ctrl-C, because the page lists the unfinished runs
             results.write(board, loaded)
     return board
