@@ -61,6 +61,7 @@ INT8 = {"compress": "int8"}
 CASES: list[tuple[tuple[str, str, str], Callable[[], Recipe]]] = [
     (("", "task.name", ""), of("fedproto", task={"name": "regression"})),
     (("", "model.absent", ""), of("fedavg", model={"absent": "prototypes"})),
+    (("", "model.absent", ""), of("local", model={"absent": "input"})),
     (("", "train.modality_dropout", ""), of("creamfl", train={"modality_dropout": 0.2})),
     (
         ("", "train.modality_dropout", "[task] name = 'retrieval'"),

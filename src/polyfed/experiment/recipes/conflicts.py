@@ -192,6 +192,16 @@ TABLE: tuple[Conflict, ...] = (
         instead="Remove absent",
     ),
     Conflict(
+        key=("model", "absent"),
+        when=lambda r: (
+            r.model.absent == "input"
+            and not isinstance(r.algorithm, Evaluate)
+            and getattr(type(r.algorithm), "round", None) is not Averaging.round
+        ),
+        because="the server has to compute what each encoder makes of a sample of zeros after every mean of models",
+        instead="Remove absent, or take an algorithm that averages in every round, such as fedavg",
+    ),
+    Conflict(
         key=("train", "modality_dropout"),
         when=lambda r: _drops(r) and not r.algorithm.handles_missing_rows,
         because="it takes every row of a client for complete, and would use embeddings of modalities that a row lost",
