@@ -153,8 +153,8 @@ def test_a_head_of_one_layer_has_no_fusion_and_a_linear_fusion_is_its_classifier
     assert set(parts.algorithm.private_names(parts.model)) == set(parts.model.head())
 
 
-@pytest.mark.parametrize("fusion", ["cross-modal", "controlled"])
-def test_fusions_that_complete_rows_refuse_it(fusion: str) -> None:
+@pytest.mark.parametrize("fusion", ["cross-modal", "controlled", "adapted"])
+def test_fusions_that_need_more_than_a_result_refuse_it(fusion: str) -> None:
     with refuses(ModelError, "model.absent: completes"):
         ModelSpec(fusion=fusion, absent="input")
 

@@ -12,7 +12,7 @@ from polyfed.core.problems import Problems
 from polyfed.model import user_classes
 from polyfed.model.checks import one_of, probability, sizes, whole
 from polyfed.model.encoders.catalogue import encoder_spec
-from polyfed.model.fusion import FUSIONS, Fusion, WholeRow
+from polyfed.model.fusion import FUSIONS, Adapted, Fusion, WholeRow
 
 MODEL_WIDTHS = ("embedding", "head", "attention_hidden")
 """Fields of the section that `widened` scales."""
@@ -32,8 +32,9 @@ class ModelSpec:
     """The model to build: one encoder for each modality, and a fusion that turns their embeddings into logits.
 
     Attributes:
-        fusion: `concat`, `sum`, `gated`, `attention`, `cross-modal` or `controlled` (`polyfed.model.fusion`), or your
-            own class that extends `polyfed.model.Fusion`, as `package.module:Class`; in Python, also the class itself.
+        fusion: `concat`, `adapted`, `sum`, `gated`, `attention`, `cross-modal` or `controlled`
+            (`polyfed.model.fusion`), or your own class that extends `polyfed.model.Fusion`, as `package.module:Class`;
+            in Python, also the class itself.
         embedding: width of every encoder's output.
         head: sizes of the hidden layers between fusion and logits, each followed by ReLU.
         dropout: dropout probability after each hidden layer of the head (0.1 in FedMultimodal).
@@ -125,10 +126,10 @@ class ModelSpec:
         """
         one_of("[model] absent", self.absent, ("zero", "input", "prototypes"))
         fusion = FUSIONS.get(self.fusion) if isinstance(self.fusion, str) else None
-        if self.absent == "input" and fusion is not None and issubclass(fusion, WholeRow):
+        if self.absent == "input" and fusion is not None and issubclass(fusion, WholeRow | Adapted):
             raise ModelError(
-                f"[model] absent = 'input': the fusion '{self.fusion}' completes rows itself. Remove absent, or "
-                "take another fusion, such as 'sum'",
+                f"[model] absent = 'input': the fusion '{self.fusion}' completes rows itself, or joins modalities "
+                "before the first layer. Remove absent, or take another fusion, such as 'sum'",
                 ("model", "absent"),
             )
 

@@ -15,9 +15,11 @@ from polyfed.federation.context import ClientContext
 from polyfed.model import Model
 from polyfed.training.optimisers import Train
 
-HEAD, ENCODERS, NORMS, FUSION, CLASSIFIER = "head", "encoders", "norms", "fusion", "classifier"
+HEAD, ENCODERS, NORMS, PROJECTIONS = "head", "encoders", "norms", "projections"
+FUSION, CLASSIFIER = "fusion", "classifier"
 """Words that the option `private` accepts besides block names: everything after the encoders, all encoders, all
-normalisation layers, wherever they are, and the two parts of the head: its last layer, and everything before that."""
+normalisation layers, wherever they are, the modalities' own projections in the fusion `adapted`, and the two parts of
+the head: its last layer, and everything before that."""
 
 PRIVATE, TUNED = "@private", "@tuned"
 """Prefixes in a client's local state: its private parameters, and its model after fine-tuning. No modality can have a
@@ -69,8 +71,8 @@ def names_of(words: Iterable[str], model: Model) -> frozenset[str]:
     """Return the names of the parameters and buffers that the words of the option `private` select.
 
     Args:
-        words: `shared`, modalities, `head`, `encoders`, `norms`, `fusion` or `classifier`. A modality with one of the
-            last five names has precedence.
+        words: `shared`, modalities, `head`, `encoders`, `norms`, `projections`, `fusion` or `classifier`. A modality
+            with one of the last six names has precedence.
 
     Raises:
         RecipeError: a word matches nothing in the model.
@@ -80,6 +82,7 @@ def names_of(words: Iterable[str], model: Model) -> frozenset[str]:
     last = frozenset(model.classifier())
     groups = {HEAD: head, ENCODERS: frozenset(everything) - head, NORMS: model.norm_names}
     groups |= {CLASSIFIER: last, FUSION: head - last if last else last}
+    groups[PROJECTIONS] = frozenset(n for m in model.modalities for n in model.head_slice(m) if _projects(n))
     groups |= {block: frozenset(n for n in everything if block_of(n) == block) for block in (*model.modalities, SHARED)}
     for word in words:
         if word not in groups:
@@ -102,6 +105,11 @@ def names_of(words: Iterable[str], model: Model) -> frozenset[str]:
             )
         found |= groups[word]
     return frozenset(found - {*model.zero_inputs.values()})
+
+
+def _projects(name: str) -> bool:
+    """Whether a name of a modality's part of the fusion is a projection of an adapter (`model.fusion.Adapter`)."""
+    return name.split(".")[2] in ("down", "up")
 
 
 def refuse_all_private(words: Iterable[str], model: Model) -> None:
