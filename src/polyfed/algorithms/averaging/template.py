@@ -108,8 +108,8 @@ class Averaging(Algorithm[A]):
         selector: the rule from the [selection] section that chooses which clients take part.
         server: how the server uses the mean, as set in the [server] section.
         private: blocks that every client keeps and never sends: `shared`, a modality, `head` (everything after the
-            encoders), `classifier` (its last layer), `fusion` (what precedes that), `encoders`, `norms` (all normalisation
-            layers) or `projections` (the fusion `adapted`); see docs/algorithms/private-blocks.md.
+            encoders), `classifier` (its last layer), `fusion` (what precedes that), `encoders`, `norms` (all
+            normalisation layers) or `projections` (the fusion `adapted`); see docs/algorithms/private-blocks.md.
         private_epochs: epochs in which a client trains only its private blocks, and afterwards only the others, as in
             FedRep; 0 trains all together, as in FedPer.
         fine_tune: epochs in which every client trains a copy of its model after the last round, before the last
