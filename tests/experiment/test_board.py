@@ -146,6 +146,7 @@ RULES: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
     ("a private control", _set("control.recipe.algorithm.private", ["head"]), "plain fedavg"),
     ("a path outside", _set("method.recipe.data.path", "../../etc/passwd"), "path"),
     ("a folder of features", _set("method.recipe.data.cache", "/tmp"), "path"),
+    ("another file", _set("method.recipe.data.label", "/etc/passwd"), "path"),
     ("another model", _set("method.recipe.model.init", "/root/model"), "another model"),
     ("a tracker", _set("method.recipe.tracking", {"name": "wandb"}), "tracking"),
     ("a graphics card", _set("method.recipe.engine.device", "cuda"), "threads"),

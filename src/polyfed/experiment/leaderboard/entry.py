@@ -58,13 +58,14 @@ SAME = (
 NOT_PACKED = ("versions", "seed", "checkpoint", "tracking", "deployment", "limits")
 """Parts of a resolved recipe that an entry leaves out: they do not change a result, or reach outside of it."""
 
-PATHS = ("path", "cache")
+PATHS = ("path", "cache", "transcripts")
 """The keys of [data] that name files."""
 
 _TIMES = "seconds"
 """In the keys of `result.json` that differ from one repetition to the next."""
 
 MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+_SEPARATOR = re.compile(r"[/\\]|^~")
 _CLASS = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*")
 _NAME = re.compile(r"[\w][\w .,=+()-]{0,79}")
 
@@ -82,7 +83,7 @@ class Code(TypedDict):
 
 @with_config(STRICT)
 class Made(TypedDict):
-    """Where an entry was made: versions, the digest of polyfed's code, and what PyTorch uses of the processor."""
+    """Where an entry was packed: versions, the digest of polyfed's code, and what PyTorch uses of the processor."""
 
     versions: dict[str, str]
     polyfed: str
@@ -267,7 +268,8 @@ def _shape_faults(part: Part) -> Iterator[str]:
             yield f"the recipe has '{section}', which an entry leaves out"
     for key, value in flat(recipe).items():
         head, _, last = key.rpartition(".")
-        if head == "data" and last in PATHS and not (last == "path" and value == Path(str(value)).name):
+        named = last in PATHS or (isinstance(value, str) and bool(_SEPARATOR.search(value)))
+        if head == "data" and named and not (last == "path" and value == Path(str(value)).name):
             yield f"{key} = {value!r} is a path. An entry has at most the name of a data file"
         if key != "algorithm.name" and isinstance(value, str) and _CLASS.fullmatch(value):
             yield f"{key} = {value!r} is a class. An entry brings the code of its method alone"
