@@ -20,6 +20,7 @@ from polyfed.engines.task_results import only_the_gate_refuses
 from polyfed.engines.workers.cluster import Cluster
 from polyfed.engines.workers.pool import Workers
 from polyfed.engines.workers.process import Unit
+from polyfed.federation.combined import Combining
 from polyfed.federation.replies import Answer, ReplyStack, stacked
 from polyfed.model import Model
 from polyfed.privacy.egress.ledger import Ledger
@@ -123,9 +124,17 @@ class InProcess(Engine):
 
     @override
     def answer(
-        self, request: Request, clients: Sequence[int], send: Send, units: Sequence[Unit] | None = None
+        self,
+        request: Request,
+        clients: Sequence[int],
+        send: Send,
+        units: Sequence[Unit] | None = None,
+        combining: Combining | None = None,
     ) -> Answer:
-        """Run the task in units of clients, here or on worker processes, which get their units from this process."""
+        """Run the task in units of clients, here or on worker processes, which get their units from this process.
+
+        If `combining` is not None, the answer has the sum of the replies in their place.
+        """
         threads, start = 0, time.perf_counter()
         last = self._unit_seconds.setdefault(request.name, [])
         missing: dict[int, str] = {}
@@ -143,8 +152,8 @@ class InProcess(Engine):
             # the first request is slower than the others, and so is one that makes programs for its steps
             slow = single and len(last) == 2 and min(last) * len(units) >= SLOW
             if self.pool is not None and (self.gpus or (work and (much or slow))):
-                shared = self.pool.answer(request, units, send, work or dict.fromkeys(clients, 1.0))
-                return Answer(shared.parts, missing | shared.missing)
+                shared = self.pool.answer(request, units, send, work or dict.fromkeys(clients, 1.0), combining)
+                return Answer(shared.parts, missing | shared.missing, shared.combined)
             # threads change the rounding, so their number must not depend on `slow` or on the number of workers
             threads = self.threads if single else 0
         parts: list[ReplyStack] = []
@@ -163,6 +172,8 @@ class InProcess(Engine):
             if reply is not None:
                 replies[client] = reply
         answer = Answer.of([*parts, *stacked(replies)], missing)
+        if combining is not None:
+            answer = Answer([], missing, combining.total(self, request.reply, units, answer.parts))
         last[:] = [*last[-1:], (time.perf_counter() - start) / len(units)]
         return answer
 

@@ -17,19 +17,20 @@ from torch import Tensor
 
 from polyfed.core import keys
 from polyfed.core.errors import BadReply, Diverged, RecipeError, TooFewReplies
-from polyfed.core.messages import LABELS, Message, tensors
+from polyfed.core.messages import Message
 from polyfed.core.request import Accept, HeldOut, Request, Send, Task, contiguous
 from polyfed.core.sendable import check_sent
 from polyfed.core.system.openmp import threads_worth
 from polyfed.core.tasks import info_of, path_of, tasks_of, types_of
-from polyfed.core.tree import SHARED, Tree, block_of
+from polyfed.core.tree import Tree
 from polyfed.data.columns import Column, Columns
 from polyfed.federation.attack import Attack, cure
 from polyfed.federation.client_ranks import ClientRanks
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.clock import Clock
+from polyfed.federation.combined import Combined, CombinedReplies, Combining
 from polyfed.federation.context import ClientContext
-from polyfed.federation.message_validation import NOT_FINITE, MessageValidator, largest_magnitude
+from polyfed.federation.message_validation import NOT_FINITE, MessageValidator, foreign, largest_magnitude
 from polyfed.federation.open_work import Buffer, OpenWork, first_to_arrive
 from polyfed.federation.outliers import ALONE, OutlierCheck, Sizes, too_far
 from polyfed.federation.private_mean import PrivateMean
@@ -101,6 +102,7 @@ class Federation:
             (`[deployment] rows_cap`); 0 sets no limit.
         min_replies: the quorum: the run ends if fewer clients give a usable reply. A request to fewer than
             `min_replies` clients needs a reply from each of them.
+        combine: whether replies that are only summed are summed where the clients ran (`combined.py`).
         emit: called with the name and the fields of each event.
         clock: simulated time and the links of the clients, or None if the recipe has no [network] section.
         attack: the simulated attack of the [attack] section, or None.
@@ -124,6 +126,7 @@ class Federation:
     min_replies: int = 1
     outlier_factor: float = 100.0
     rows_cap: float = 0.0
+    combine: bool = False
     emit: Callable[..., None] = lambda *_, **__: None
     clock: Clock | None = None
     attack: Attack | None = None
@@ -136,6 +139,7 @@ class Federation:
     asked: int = 0
     _watching: list[Watch] = field(default_factory=list, init=False, repr=False)
     _senders: set[int] = field(default_factory=set, init=False, repr=False)
+    _single: set[str] = field(default_factory=set, init=False, repr=False)
     _validator: MessageValidator | None = field(default=None, init=False, repr=False)
 
     @property
@@ -244,6 +248,12 @@ class Federation:
             return Replies([])
         peak = self._check_sent(request, send)
         sent = self._as_read(request, send, clients)
+        how = Combining.of(request.reply, self._summing, self.template) if self.combine else None
+        if how is not None and accept is None:
+            answer = cast(Any, self.engine).answer(request, sorted(clients), sent, combining=how)
+            return self._combined(request, answer, how, send, peak, quorum=quorum)
+        if how is not None:
+            self._note_single(request.name)
         answer = self.engine.answer(request, sorted(clients), sent)
         if self.attack is not None and not self.evaluating:
             answer = self.attack.falsify(answer, sent, self.attack.attackers(len(self.clients), self.seed))
@@ -252,6 +262,27 @@ class Federation:
         self._senders.update(client for part in parts for client in part.clients if client >= 0)
         self._report(request, send, replies, quorum=quorum)
         return replies
+
+    def _combined(
+        self, request: Request, answer: Answer, how: Combining, send: Send, peak: float, *, quorum: bool
+    ) -> Replies:
+        """Return the replies to a request, of which only sums have travelled; see `ask`."""
+        found = answer.combined or Combined()
+        missing = self._missing(request, answer.missing | found.missing, peak)
+        replies = CombinedReplies.of(found, how, self.template, self.clients, missing)
+        self._senders.update(replies)
+        self._report(request, send, replies, quorum=quorum)
+        return replies
+
+    @property
+    def _summing(self) -> Summing:
+        return cast(Summing, self.owner)
+
+    def _note_single(self, name: str) -> None:
+        """Say once that the replies to a task travel one by one, because the method checks each."""
+        if name not in self._single:
+            self._single.add(name)
+            self.emit("note", text=f"[engine] combine: the method checks each reply to {name}, so each travels alone")
 
     def _as_read(self, request: Request, send: Send, clients: Sequence[int]) -> Send:
         """Return the messages of a request as clients will read them: with their LoRA ranks, and rounded."""
@@ -553,7 +584,7 @@ class Federation:
             return None
         with threads_worth(part.num_bytes):
             unusable, sizes = self.validator.unusable(part)
-            bad = self._foreign(part) | unusable
+            bad = foreign(part, self.clients) | unusable
         if accept is not None and (fine := part.without(bad)):
             bad |= {client: words for client, reply in Replies([fine]).items() if (words := accept(client, reply))}
         if not bad:
@@ -582,10 +613,3 @@ class Federation:
         """Return what is wrong with parameters that one client has moved too far, or an empty text (`too_far`)."""
         return too_far(tree, sent, factor) if self.outlier_factor else ""
 
-    def _foreign(self, part: ReplyStack) -> dict[int, str]:
-        """Return the clients that sent blocks of modalities they lack, each with the reason to drop the reply."""
-        whole, named = part.message.whole, tensors(part.message)
-        sent = {block_of(key) for name, key, _ in named if key is not None and name not in whole}
-        known = {client: {*self.clients.owned(client), SHARED, LABELS} for client in part.clients if client >= 0}
-        more = {client: min(sent - own) for client, own in known.items() if not sent <= own}
-        return {client: f"sent something of {block}, which it does not have" for client, block in more.items()}

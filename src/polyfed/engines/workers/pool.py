@@ -26,6 +26,8 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from itertools import accumulate
 from multiprocessing import connection
 from typing import Any
 
@@ -41,6 +43,7 @@ from polyfed.core.tree import Tree, size_bytes
 from polyfed.engines.workers.cluster import Cluster, Lost
 from polyfed.engines.workers.process import Done, Job, Sent, Served, Unit, message_of, names, serve, values
 from polyfed.engines.workers.shared_memory import Arena, Memory, Packed, copied
+from polyfed.federation.combined import Combined, Combining, Span, halves, summed
 from polyfed.federation.replies import Answer, ReplyStack
 
 BUNDLES = 4
@@ -137,13 +140,21 @@ class Workers:
         if self.cluster is not None:
             self.cluster.close()
 
-    def answer(self, request: Request, units: Sequence[Unit], send: Send, work: Mapping[int, float]) -> Answer:
+    def answer(
+        self,
+        request: Request,
+        units: Sequence[Unit],
+        send: Send,
+        work: Mapping[int, float],
+        combining: Combining | None = None,
+    ) -> Answer:
         """Run the units of a request on the workers.
 
         Args:
             units: the clients, grouped into the units that the engine runs together.
             send: one message for all clients, or a mapping with one message for each.
             work: an estimate of the work of each client, on any scale, to balance the load.
+            combining: how workers sum the replies of a bundle, or None if each reply travels.
 
         Raises:
             PolyfedError: a worker's gate refused a reply, a task broke a rule, or a worker process could not start.
@@ -151,24 +162,39 @@ class Workers:
         clients = [client for unit in units for client in unit]
         if self.cluster is not None:
             self.num = self.cluster.open(self.engine, self.wanted, self.threads, self.devices[0])  # nodes join and end
-        todo = dict(enumerate(bundled(units, work, BUNDLES * self.num)))
+        spans = [] if combining is None else subtrees(units, work, BUNDLES * self.num)
+        todo = dict(enumerate([units[a:b] for a, b in spans] if spans else bundled(units, work, BUNDLES * self.num)))
         self.start(min(self.num, len(todo)))
         end_idle_threads()
         sent = None
         if isinstance(send, Message):
             sent = [(clients, list(zip(names(send), self.broadcast.write(values(send)), strict=True)))]
         try:
-            return self._collect(request, todo, send, sent)
+            answer, sums = self._collect(request, todo, send, sent, combining)
         except BaseException:
             self.close()  # the workers may still send results of this request, and nobody will read them
             raise
+        if combining is None:
+            return answer
+        found = {span: sums.get(number, Combined()) for number, span in enumerate(spans)}
+        return replace(answer, combined=summed((0, len(units)), found.get))
 
-    def _collect(self, request: Request, todo: dict[int, list[Unit]], send: Send, sent: Sent | None) -> Answer:
+    def _collect(
+        self,
+        request: Request,
+        todo: dict[int, list[Unit]],
+        send: Send,
+        sent: Sent | None,
+        combining: Combining | None,
+    ) -> tuple[Answer, dict[int, Combined]]:
         """Send the bundles to idle workers, one after another, and collect the results.
 
         A worker whose result outlives its next job gets this job first, so that it does not wait for the server.
+
+        Returns:
+            The replies, and for each bundle the sum of its replies, if workers combine them.
         """
-        answer = Answer([], {})
+        answer, sums = Answer([], {}), dict[int, Combined]()
         waiting, tries = list(todo), dict.fromkeys(todo, 0)
         busy: dict[_Worker, int] = {}
         arrived: dict[_Worker, tuple[int, Any]] = {}  # worker -> a bundle, and what gives its result
@@ -178,7 +204,7 @@ class Workers:
                     number = max(waiting, key=lambda number: worker.holds(todo[number]))  # the first one of equal ones
                     waiting.remove(number)
                     tries[number] += 1
-                    worker.give(self._job(worker, request, todo[number], send, sent))
+                    worker.give(self._job(worker, request, todo[number], send, sent, combining))
                     busy[worker] = number
             idle = [worker for worker in busy if worker not in arrived]
             ready = idle[0].ready(idle, wait=not arrived) if idle else []
@@ -189,7 +215,10 @@ class Workers:
             number, result = arrived.pop(worker)
             taken = worker.take(result)
             if taken is not None:
-                self._merge(request, worker, *taken, answer)
+                total = self._merge(request, worker, *taken, answer)
+                if total is not None:
+                    assert number not in sums, "no bundle counts twice"
+                    sums[number] = total
                 continue
             reason = self._replace(worker, todo[number])
             if worker in busy:  # the next job of a dead worker has not begun
@@ -200,9 +229,17 @@ class Workers:
             else:
                 reason = f"{reason}, {TRIES} times; lack of memory is the usual cause"
                 answer.missing.update({client: reason for unit in todo[number] for client in unit})
-        return Answer.of(answer.parts, answer.missing)
+        return Answer.of(answer.parts, answer.missing), sums
 
-    def _job(self, worker: "_Worker", request: Request, units: list[Unit], send: Send, sent: Sent | None) -> Job:
+    def _job(
+        self,
+        worker: "_Worker",
+        request: Request,
+        units: list[Unit],
+        send: Send,
+        sent: Sent | None,
+        combining: Combining | None,
+    ) -> Job:
         """Write the messages and local states of the units into the worker's memory, and return the job."""
         clients = [client for unit in units for client in unit]
         own = {} if isinstance(send, Message) else {client: send[client] for client in clients}
@@ -217,12 +254,17 @@ class Workers:
         locals_ = {client: [(name, next(places)) for name in tree] for client, tree in trees.items()}
         facts = {name: getattr(request, name) for name in ("round", "rounds", "number", "seed", "turn", "held_out")}
         stale, worker.stale = worker.stale, []
-        return Job(
-            request.name, facts, units, messages if sent is None else sent, sent is not None, locals_, held, stale
-        )
+        parcel = messages if sent is None else sent
+        return Job(request.name, facts, units, parcel, sent is not None, locals_, held, stale, combining)
 
-    def _merge(self, request: Request, worker: "_Worker", done: Done, up: Memory, answer: Answer) -> None:
-        """Add a worker's results to the answer, the local states, the ledger, the clock and the events."""
+    def _merge(
+        self, request: Request, worker: "_Worker", done: Done, up: Memory, answer: Answer
+    ) -> Combined | None:
+        """Add a worker's results to the answer, the local states, the ledger, the clock and the events.
+
+        Returns:
+            The sum of the replies, if the job combined them.
+        """
         self.returned += 1
         for entry in done.entries:
             self.engine.ledger.book(entry)
@@ -244,6 +286,11 @@ class Workers:
             self.engine.keep({client: {name: copied(v) for (name, _), v in zip(tree, values, strict=True)}})
             if worker.remembers:
                 self._remember(worker, client)
+        if done.combined is None:
+            return None
+        combined, entries = done.combined
+        sums = zip(entries, up.read(place for _, place in entries), strict=True)
+        return replace(combined, sums={entry: copied(value) for (entry, _), value in sums})
 
     def _remember(self, worker: "_Worker", client: int) -> None:
         """Note that this worker holds the client's newest state, and that no other worker does."""
@@ -478,6 +525,22 @@ def _close_all(workers: list[_Worker], owner: int) -> None:
     """End these worker processes. Later workers have a copy of the list, and its deletion there must end nothing."""
     while workers and os.getpid() == owner:
         workers.pop().close()
+
+
+def subtrees(units: Sequence[Unit], work: Mapping[int, float], most: int) -> list[Span]:
+    """Divide the tree of the units into subtrees of at most one part in `most` of the work, or of a single unit.
+
+    The subtree with the most work is the first one.
+    """
+    each = list(accumulate((sum(work[client] for client in unit) for unit in units), initial=0.0))
+    found, left = list[Span](), [(0, len(units))]
+    while left:
+        span = left.pop()
+        if span[1] - span[0] > 1 and each[span[1]] - each[span[0]] > 1.0001 * each[-1] / most:  # sums are rounded
+            left += reversed(halves(span))
+        else:
+            found.append(span)
+    return sorted(found, key=lambda span: each[span[0]] - each[span[1]])
 
 
 def bundled(units: Sequence[Unit], work: Mapping[int, float], most: int) -> list[list[Unit]]:

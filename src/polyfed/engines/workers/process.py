@@ -5,7 +5,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import FileIO, TextIOWrapper
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
@@ -22,7 +22,9 @@ from polyfed.data import Population
 from polyfed.engines.machine.gpu import deterministic
 from polyfed.engines.workers.shared_memory import Arena, Memory, Place, copied
 from polyfed.federation.clock import Clock
+from polyfed.federation.combined import Combined, Combining
 from polyfed.federation.replies import Answer
+from polyfed.federation.secure_aggregation.cohort import Entry
 from polyfed.privacy.egress.ledger import Entry, Ledger
 
 Unit = list[int]
@@ -64,7 +66,12 @@ class Served(Protocol):
         ...
 
     def answer(
-        self, request: Request, clients: Sequence[int], send: Send, units: Sequence[Unit] | None = None
+        self,
+        request: Request,
+        clients: Sequence[int],
+        send: Send,
+        units: Sequence[Unit] | None = None,
+        combining: Combining | None = None,
     ) -> Answer:
         """Run the task on the clients of these units."""
         ...
@@ -95,6 +102,7 @@ class Job:
         locals: the clients' local states, in the worker's own memory.
         held: clients of which the worker still holds the newest local state, so that it does not travel.
         stale: clients whose states the worker may forget, because another worker has newer ones.
+        combining: how to sum the replies, or None if each is returned.
     """
 
     task: str
@@ -105,6 +113,7 @@ class Job:
     locals: Kept
     held: list[int] = field(default_factory=list)
     stale: list[int] = field(default_factory=list)
+    combining: Combining | None = None
 
 
 @dataclass(frozen=True)
@@ -119,6 +128,7 @@ class Done:
         events: names and fields of the events, in order.
         spent_flops: client -> the number of floating-point operations that its tasks took. Simulated time uses it.
         error: the exception that ends the run, or None.
+        combined: the sum of the replies without its tensors, and the places of these, if the job combines replies.
     """
 
     parts: list[tuple[tuple[int, ...], Entries]]
@@ -128,6 +138,7 @@ class Done:
     events: list[tuple[str, dict[str, Any]]]
     spent_flops: dict[int, float]
     error: BaseException | None
+    combined: tuple[Combined, list[tuple[Entry, Place]]] | None = None
 
 
 def serve(
@@ -237,7 +248,7 @@ def _done(
     answer = Answer([], {})
     try:
         # the method of the class, because the server's process may have replaced the engine's own, to watch requests
-        answer = type(engine).answer(engine, request, clients, send, units=job.units)
+        answer = type(engine).answer(engine, request, clients, send, job.units, job.combining)
     except PolyfedError as ending:
         error = _sendable(ending)
     except Exception:
@@ -246,16 +257,23 @@ def _done(
         error = _sendable(ending)
     changed = {client: tree for client, tree in engine.locals.items() if tree is not before[client]}
     held.update(changed)
+    combined: Combined | None = answer.combined
     flat = [value for part in answer.parts for value in values(part.message)]
+    flat += [] if combined is None else combined.sums.values()
     places = iter(up.write([*flat, *(value for tree in changed.values() for value in tree.values())]))
+    parts = [(part.clients, [(name, next(places)) for name in names(part.message)]) for part in answer.parts]
+    total = None
+    if combined is not None:
+        total = replace(combined, sums={}), [(entry, next(places)) for entry in combined.sums]
     return Done(
-        [(part.clients, [(name, next(places)) for name in names(part.message)]) for part in answer.parts],
+        parts,
         answer.missing,
         {client: [(name, next(places)) for name in tree] for client, tree in changed.items()},
         engine.ledger.drain(),
         events,
         {} if engine.clock is None else engine.clock.spent_flops.pop(request.number, {}),
         error,
+        total,
     )
 
 
