@@ -7,20 +7,24 @@ workers nor on which of them ran a client.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
 from polyfed.core.errors import BadReply
 from polyfed.core.masked import sum_only
 from polyfed.core.messages import OF_THE_MODEL, Message, tensors
+from polyfed.core.request import Send
 from polyfed.core.system.openmp import using_threads
 from polyfed.core.tree import Tree
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.message_validation import MessageValidator, foreign
+from polyfed.federation.outliers import Block, OutlierCheck, Sizes
 from polyfed.federation.replies import SMALL, Replies, ReplyStack
 from polyfed.federation.secure_aggregation.cohort import Entry
 from polyfed.federation.secure_aggregation.server import Summing
@@ -39,12 +43,14 @@ class Combined:
         missing: the clients whose reply cannot be used, each with the reason.
         numbers: 0-dimensional field -> client -> its value.
         sums: the weighted sum of each tensor of a tree, in float64; of whole numbers, such as counters, the maximum.
+        bounds: what `OutlierCheck.harmless` needs of the replies.
     """
 
     sent: dict[int, tuple[Entry, ...]] = field(default_factory=dict)
     missing: dict[int, str] = field(default_factory=dict)
     numbers: dict[str, dict[int, float]] = field(default_factory=dict)
     sums: dict[Entry, Tensor] = field(default_factory=dict)
+    bounds: dict[Block, NDArray[np.float64]] = field(default_factory=dict)
 
     def plus(self, other: "Combined") -> "Combined":
         """Return the sum of two sums over different clients. It may take the memory of this one."""
@@ -53,7 +59,11 @@ class Combined:
         for entry, value in other.sums.items():
             sums[entry] = _added(sums[entry], value) if entry in sums else value
         numbers = {name: self.numbers.get(name, {}) | other.numbers.get(name, {}) for name in self.numbers | other.numbers}
-        return Combined(self.sent | other.sent, self.missing | other.missing, numbers, sums)
+        bounds = {
+            block: np.concatenate([one.bounds[block] for one in (self, other) if block in one.bounds], 1)
+            for block in self.bounds | other.bounds
+        }
+        return Combined(self.sent | other.sent, self.missing | other.missing, numbers, sums, bounds)
 
 
 def halves(span: Span) -> tuple[Span, Span]:
@@ -82,25 +92,29 @@ class Combining:
     Attributes:
         weighted: the fields that hold trees -> whether clients count by their rows in them, or all alike.
         forms: the shape and type of each tensor of the server's model, with which replies must agree.
+        compared: whether the server looks for replies that are far larger than the others.
     """
 
     weighted: Mapping[str, bool]
     forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    compared: bool = True
 
     @classmethod
-    def of(cls, kind: type[Message], method: Summing, template: Tree) -> "Combining | None":
+    def of(cls, kind: type[Message], method: Summing, template: Tree, *, compared: bool) -> "Combining | None":
         """Return how replies of this class are combined, or None if they are not."""
         if not combinable(kind):
             return None
         trees = [name for name, said in kind.declared.items() if not said.bare]
         weighted = {name: method.weight_of(name, kind) is not None for name in trees}
-        return cls(weighted, {name: (tuple(value.shape), value.dtype) for name, value in template.items()})
+        return cls(weighted, {name: (tuple(value.shape), value.dtype) for name, value in template.items()}, compared)
 
     def weights(self, name: str, clients: Collection[int], registry: ClientRegistry) -> Mapping[int, int]:
         """Return the weight of each client in the sums of a field."""
         return registry.rows_of(clients) if self.weighted[name] else dict.fromkeys(clients, 1)
 
-    def total(self, engine: Any, kind: type[Message], units: Sequence[Sequence[int]], parts: list[ReplyStack]) -> Combined:
+    def total(
+        self, engine: Any, kind: type[Message], units: Sequence[Sequence[int]], parts: list[ReplyStack], send: Send
+    ) -> Combined:
         """Return the sum of the usable replies.
 
         Args:
@@ -108,17 +122,25 @@ class Combining:
             kind: the class of the replies.
             units: the units that are summed; neighbours in the tree of all units.
             parts: the replies of their clients.
+            send: what the clients received.
         """
         template = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in self.forms.items()}
         registry, size = engine.registry, engine.population.columns.num_classes
         validator = MessageValidator(template, engine.model, registry.modalities, engine.objective, size)
         missing: dict[int, str] = {}
         places: dict[int, tuple[ReplyStack, int]] = {}
+        known: dict[Block, list[NDArray[np.float64]]] = {}
         for part in parts:
-            left = part.without(bad := _unusable(part, kind, validator, registry))
+            bad, found = _unusable(part, kind, validator, registry)
             missing |= bad
-            if left is not None:
-                places |= {client: (left, place) for place, client in enumerate(left.clients)}
+            kept = [place for place, client in enumerate(part.clients) if client not in bad]
+            if (left := part.without(bad)) is None:
+                continue
+            places |= {client: (left, place) for place, client in enumerate(left.clients)}
+            if self.compared:
+                norms = {block: own[kept] for block, own in found.items()}
+                for block, own in OutlierCheck(1.0, send).bounds(left, norms).items():
+                    known.setdefault(block, []).append(own)
 
         def of(span: Span) -> Combined | None:
             if span[1] - span[0] > 1:
@@ -126,8 +148,8 @@ class Combining:
             return self._of_unit([client for client in units[span[0]] if client in places], places, registry)
 
         with using_threads(1):  # a sum over clients must not be divided among threads
-            found = summed((0, len(units)), of)
-        return Combined(found.sent, missing, found.numbers, found.sums)
+            total = summed((0, len(units)), of)
+        return replace(total, missing=missing, bounds={block: np.concatenate(own, 1) for block, own in known.items()})
 
     def _of_unit(
         self, clients: list[int], places: Mapping[int, tuple[ReplyStack, int]], registry: ClientRegistry
@@ -233,13 +255,14 @@ class CombinedReplies(SummedReplies):
 
 def _unusable(
     part: ReplyStack, kind: type[Message], validator: MessageValidator, registry: ClientRegistry
-) -> dict[int, str]:
-    """Return the clients of a stack whose reply the server could not use, each with the reason."""
+) -> tuple[dict[int, str], Sizes]:
+    """Return the clients of a stack whose reply the server could not use, each with the reason, and all sizes."""
     try:
         validator.check(part.message, kind)
     except BadReply as error:
-        return dict.fromkeys(part.clients, str(error))
-    return foreign(part, registry) | validator.unusable(part)[0]
+        return dict.fromkeys(part.clients, str(error)), {}
+    bad, found = validator.unusable(part)
+    return foreign(part, registry) | bad, found
 
 
 def _sum(values: Tensor | list[Tensor], weights: list[int]) -> Tensor:

@@ -48,6 +48,11 @@ HUGE = 1e8
 infinity, the error text names the model as the cause."""
 
 
+FAR_LARGER = (
+    "round {round}: a reply may be far larger than the others, so the clients run again and their replies are compared "
+    "one by one"
+)
+
 Watch = Callable[[Send, Replies], None]
 """Called after a request, with the messages that were sent and the usable replies."""
 
@@ -59,6 +64,24 @@ class Answering(Protocol):
 
     def answer(self, request: Request, clients: Sequence[int], send: Send) -> Answer:
         """Run the task on these clients and return the replies that passed the clients' egress gates."""
+        ...
+
+
+class Combines(Answering, Protocol):
+    """An engine that sums replies where the clients ran."""
+
+    locals: dict[int, Tree]
+
+    def answer(
+        self, request: Request, clients: Sequence[int], send: Send, units: Any = None, combining: Combining | None = None
+    ) -> Answer:
+        """Run the task on these clients and return the sum of their replies if `combining` is not None."""
+        ...
+
+    def again(
+        self, request: Request, clients: Sequence[int], send: Send, locals: Mapping[int, Tree | None]
+    ) -> Answer:
+        """Run a task once more from these local states, and return single replies; nothing is booked again."""
         ...
 
 
@@ -248,13 +271,22 @@ class Federation:
             return Replies([])
         peak = self._check_sent(request, send)
         sent = self._as_read(request, send, clients)
-        how = Combining.of(request.reply, self._summing, self.template) if self.combine else None
-        if how is not None and accept is None:
-            answer = cast(Any, self.engine).answer(request, sorted(clients), sent, combining=how)
-            return self._combined(request, answer, how, send, peak, quorum=quorum)
+        how = self._combining(request, accept)
         if how is not None:
-            self._note_single(request.name)
-        answer = self.engine.answer(request, sorted(clients), sent)
+            engine = cast(Combines, self.engine)
+            before = {client: engine.locals.get(client) for client in clients}
+            answer = engine.answer(request, sorted(clients), sent, combining=how)
+            found = answer.combined or Combined()
+            if not how.compared or OutlierCheck(self.outlier_factor, sent).harmless(request.reply, found.bounds):
+                missing = self._missing(request, answer.missing | found.missing, peak)
+                summed = CombinedReplies.of(found, how, self.template, self.clients, missing)
+                self._senders.update(summed)
+                self._report(request, send, summed, quorum=quorum)
+                return summed
+            self.emit("note", text=FAR_LARGER.format(round=self.round))
+            answer = engine.again(request, sorted(clients), sent, before)
+        else:
+            answer = self.engine.answer(request, sorted(clients), sent)
         if self.attack is not None and not self.evaluating:
             answer = self.attack.falsify(answer, sent, self.attack.attackers(len(self.clients), self.seed))
         parts, missing = self.usable(request, answer, sent, accept)
@@ -263,26 +295,19 @@ class Federation:
         self._report(request, send, replies, quorum=quorum)
         return replies
 
-    def _combined(
-        self, request: Request, answer: Answer, how: Combining, send: Send, peak: float, *, quorum: bool
-    ) -> Replies:
-        """Return the replies to a request, of which only sums have travelled; see `ask`."""
-        found = answer.combined or Combined()
-        missing = self._missing(request, answer.missing | found.missing, peak)
-        replies = CombinedReplies.of(found, how, self.template, self.clients, missing)
-        self._senders.update(replies)
-        self._report(request, send, replies, quorum=quorum)
-        return replies
-
-    @property
-    def _summing(self) -> Summing:
-        return cast(Summing, self.owner)
-
-    def _note_single(self, name: str) -> None:
-        """Say once that the replies to a task travel one by one, because the method checks each."""
-        if name not in self._single:
-            self._single.add(name)
-            self.emit("note", text=f"[engine] combine: the method checks each reply to {name}, so each travels alone")
+    def _combining(self, request: Request, accept: Accept | None) -> Combining | None:
+        """Return how the replies to a request are summed where the clients ran, or None if each travels."""
+        if not self.combine:
+            return None
+        compared = bool(self.outlier_factor)
+        how = Combining.of(request.reply, cast(Summing, self.owner), self.template, compared=compared)
+        if how is not None and accept is not None:
+            if request.name not in self._single:
+                self._single.add(request.name)
+                text = f"[engine] combine: the method checks each reply to {request.name}, so each travels alone"
+                self.emit("note", text=text)
+            return None
+        return how
 
     def _as_read(self, request: Request, send: Send, clients: Sequence[int]) -> Send:
         """Return the messages of a request as clients will read them: with their LoRA ranks, and rounded."""

@@ -71,6 +71,7 @@ class Workers:
         broadcast: memory for a message that all clients receive.
         returned: number of jobs that workers have returned.
         moved: bytes of local states that were sent to a worker.
+        received: bytes of replies, or of their sums, that workers have sent.
 
     Raises:
         RecipeError: the workers would use several threads, and a forked process could wait for them forever.
@@ -97,7 +98,7 @@ class Workers:
         self.cluster = cluster
         self.broadcast: Memory = Arena() if cluster is None else Packed()
         self.started: list[_Worker] = []
-        self.returned = self.moved = 0
+        self.returned = self.moved = self.received = 0
         self._told: list[tuple[str, dict[str, Any]]] = []
         self._close = weakref.finalize(self, _close_all, self.started, os.getpid())
 
@@ -281,6 +282,7 @@ class Workers:
         answer.missing.update(done.missing)
         for clients, entries in done.parts:
             answer.parts.append(ReplyStack(clients, message_of(request.reply, entries, up, copy=True)))
+            self.received += answer.parts[-1].num_bytes
         for client, tree in done.locals.items():
             values = up.read(place for _, place in tree)
             self.engine.keep({client: {name: copied(v) for (name, _), v in zip(tree, values, strict=True)}})
@@ -289,8 +291,10 @@ class Workers:
         if done.combined is None:
             return None
         combined, entries = done.combined
-        sums = zip(entries, up.read(place for _, place in entries), strict=True)
-        return replace(combined, sums={entry: copied(value) for (entry, _), value in sums})
+        values = up.read(place for _, place in entries)
+        sums = {entry: copied(value) for (entry, _), value in zip(entries, values, strict=True)}
+        self.received += sum(value.nbytes for value in sums.values())
+        return replace(combined, sums=sums)
 
     def _remember(self, worker: "_Worker", client: int) -> None:
         """Note that this worker holds the client's newest state, and that no other worker does."""

@@ -475,13 +475,6 @@ TABLE: tuple[Conflict, ...] = (
     ),
     Conflict(
         key=("engine", "combine"),
-        when=lambda r: _combines(r) and r.engine.outlier_factor > 0,
-        beside="[engine] outlier_factor",
-        because="a reply that is far too large would be in a sum before the server could compare it with the others",
-        instead="Set outlier_factor = 0, which keeps replies of any size, or remove combine",
-    ),
-    Conflict(
-        key=("engine", "combine"),
         when=lambda r: _combines(r) and r.attack is not None and r.attack.name not in HONEST_ATTACKS,
         beside="[attack]",
         because="the attack changes single replies on their way",

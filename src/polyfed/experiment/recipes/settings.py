@@ -38,7 +38,7 @@ class EngineSpec:
         outlier_factor: the server drops a reply whose update is more than this many times as large as the replies'
             median (docs/robustness.md); 0 drops none.
         combine: `nodes` sums replies that are only averaged where their clients ran, so that workers send sums and not
-            each reply (docs/cluster.md); sums are rounded differently. It needs `outlier_factor = 0`.
+            each reply; sums are rounded differently (docs/cluster.md).
         debug: whether an exception in a client ends the run, with client, round, task and shapes, instead of leaving
             the client out of the round.
     """
