@@ -4,6 +4,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -20,7 +21,6 @@ from polyfed.engines.task_results import only_the_gate_refuses
 from polyfed.engines.workers.cluster import Cluster
 from polyfed.engines.workers.pool import Workers
 from polyfed.engines.workers.process import Unit
-from polyfed.federation.combined import Combining
 from polyfed.federation.replies import Answer, ReplyStack, stacked
 from polyfed.model import Model
 from polyfed.privacy.egress.ledger import Ledger
@@ -124,17 +124,9 @@ class InProcess(Engine):
 
     @override
     def answer(
-        self,
-        request: Request,
-        clients: Sequence[int],
-        send: Send,
-        units: Sequence[Unit] | None = None,
-        combining: Combining | None = None,
+        self, request: Request, clients: Sequence[int], send: Send, units: Sequence[Unit] | None = None
     ) -> Answer:
-        """Run the task in units of clients, here or on worker processes, which get their units from this process.
-
-        If `combining` is not None, the answer has the sum of the replies in their place.
-        """
+        """Run the task in units of clients, here or on worker processes, which get their units from this process."""
         threads, start = 0, time.perf_counter()
         last = self._unit_seconds.setdefault(request.name, [])
         missing: dict[int, str] = {}
@@ -152,7 +144,7 @@ class InProcess(Engine):
             # the first request is slower than the others, and so is one that makes programs for its steps
             slow = single and len(last) == 2 and min(last) * len(units) >= SLOW
             if self.pool is not None and (self.gpus or (work and (much or slow))):
-                shared = self.pool.answer(request, units, send, work or dict.fromkeys(clients, 1.0), combining)
+                shared = self.pool.answer(request, units, send, work or dict.fromkeys(clients, 1.0))
                 return Answer(shared.parts, missing | shared.missing, shared.combined)
             # threads change the rounding, so their number must not depend on `slow` or on the number of workers
             threads = self.threads if single else 0
@@ -172,14 +164,12 @@ class InProcess(Engine):
             if reply is not None:
                 replies[client] = reply
         answer = Answer.of([*parts, *stacked(replies)], missing)
-        if combining is not None:
-            answer = Answer([], missing, combining.total(self, request.reply, units, answer.parts, send))
+        if (how := request.combining) is not None:
+            answer = Answer([], missing, how.total(self, request.reply, units, answer.parts, send))
         last[:] = [*last[-1:], (time.perf_counter() - start) / len(units)]
         return answer
 
-    def again(
-        self, request: Request, clients: Sequence[int], send: Send, locals: Mapping[int, Tree | None]
-    ) -> Answer:
+    def again(self, request: Request, clients: Sequence[int], send: Send, locals: Mapping[int, Tree | None]) -> Answer:
         """Run a task once more, and return single replies: nothing is booked, counted or reported a second time.
 
         Args:
@@ -191,7 +181,7 @@ class InProcess(Engine):
         ledger, emit, clock = self.ledger, self.emit, self.clock
         self.ledger, self.emit, self.clock = Ledger(ledger.run, hashing=ledger.hashing), _silent, None
         try:
-            return self.answer(request, clients, send)
+            return self.answer(replace(request, combining=None), clients, send)
         finally:
             self.ledger, self.emit, self.clock = ledger, emit, clock
 

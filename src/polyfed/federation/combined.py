@@ -1,8 +1,8 @@
 """Replies that are summed where their clients ran, so that only sums and a few numbers of each client travel.
 
-`[engine] combine = "nodes"` does this for replies that are only summed and hold parameters or gradients. The sums follow
-a binary tree over the units of a request (the clients that an engine runs together), in float64: each half of the units
-is summed first, then the two halves. A worker sums whole subtrees, so the bits depend neither on the number of
+`[engine] combine = "nodes"` does this for replies that are only summed and hold parameters or gradients. The sums, in
+float64, follow a binary tree over the units of a request (the clients that an engine runs together): each half of the
+units is summed first, then the two halves. A worker sums whole subtrees, so the bits depend neither on the number of
 workers nor on which of them ran a client.
 """
 
@@ -58,7 +58,9 @@ class Combined:
         sums = dict(self.sums)
         for entry, value in other.sums.items():
             sums[entry] = _added(sums[entry], value) if entry in sums else value
-        numbers = {name: self.numbers.get(name, {}) | other.numbers.get(name, {}) for name in self.numbers | other.numbers}
+        numbers = {
+            name: self.numbers.get(name, {}) | other.numbers.get(name, {}) for name in self.numbers | other.numbers
+        }
         bounds = {
             block: np.concatenate([one.bounds[block] for one in (self, other) if block in one.bounds], 1)
             for block in self.bounds | other.bounds
@@ -155,30 +157,25 @@ class Combining:
         self, clients: list[int], places: Mapping[int, tuple[ReplyStack, int]], registry: ClientRegistry
     ) -> Combined:
         """Return the sum over some clients, added in this order."""
-        found, rows = Combined(), dict[Entry, list[Tensor]]()
-        own = [places[client] for client in clients]
-        whole = own[0][0] if own and own[0][0].clients == tuple(clients) else None
-        listed: dict[int, tuple[Entry, ...]] = {}
+        found, own = Combined(), [places[client] for client in clients]
+        rows: dict[Entry, list[Tensor]] = {}
+        entries: dict[int, tuple[Entry, ...]] = {}
+        stack = own[0][0].message if own and own[0][0].clients == tuple(clients) else None
         for client, (part, place) in zip(clients, own, strict=True):
-            entries = listed.setdefault(
-                id(part), tuple((name, key) for name, key, _ in tensors(part.message) if key is not None)
-            )
-            found.sent[client] = entries
+            named = tuple((name, key) for name, key, _ in tensors(part.message) if key is not None)
+            found.sent[client] = entries.setdefault(id(part), named)  # the same object for the whole stack
             for name, said in part.message.declared.items():
                 if said.bare:
                     found.numbers.setdefault(name, {})[client] = getattr(part.message, name)[place].item()
-            if whole is None:
-                for name, key in entries:
-                    rows.setdefault((name, key), []).append(getattr(part.message, name)[key][place])
-        if whole is not None:
-            rows = {(name, key): value for name, key, value in tensors(whole.message) if key is not None}
-        senders: dict[Entry, list[int]] = {}
-        for client, entries in found.sent.items():
-            for entry in entries:
-                senders.setdefault(entry, []).append(client)
+            for name, key in named if stack is None else ():
+                rows.setdefault((name, key), []).append(getattr(part.message, name)[str(key)][place])
+        values: Mapping[Entry, Tensor | list[Tensor]] = rows
+        if stack is not None:
+            values = {(name, key): value for name, key, value in tensors(stack) if key is not None}
+        senders = _senders(found.sent)
         shares = {name: self.weights(name, clients, registry) for name in self.weighted}
-        for entry, values in rows.items():
-            found.sums[entry] = _sum(values, [shares[entry[0]][client] for client in senders[entry]])
+        for entry, each in values.items():
+            found.sums[entry] = _sum(each, [shares[entry[0]][client] for client in senders[entry]])
         return found
 
 
@@ -213,21 +210,10 @@ class CombinedReplies(SummedReplies):
         cls, found: Combined, how: Combining, template: Tree, registry: ClientRegistry, missing: dict[int, str]
     ) -> "CombinedReplies":
         """Return the replies of a whole request."""
-        senders: dict[Entry, list[int]] = {}
         clients = tuple(sorted(found.sent))
-        for client in clients:
-            for entry in found.sent[client]:
-                senders.setdefault(entry, []).append(client)
-        return cls(
-            [],
-            missing,
-            clients,
-            found.sums,
-            {entry: tuple(own) for entry, own in senders.items()},
-            {name: how.weights(name, clients, registry) for name in how.weighted},
-            template,
-            told=found.numbers,
-        )
+        senders = {entry: tuple(own) for entry, own in _senders({c: found.sent[c] for c in clients}).items()}
+        weights = {name: how.weights(name, clients, registry) for name in how.weighted}
+        return cls([], missing, clients, found.sums, senders, weights, template, told=found.numbers)
 
     @override
     def numbers(self, name: str) -> dict[int, float]:
@@ -251,6 +237,15 @@ class CombinedReplies(SummedReplies):
         if name in self.told:
             return torch.tensor(sum(self.told[name].values()))
         return {key: value for (of, key), value in self.sums.items() if of == name}
+
+
+def _senders(sent: Mapping[int, tuple[Entry, ...]]) -> dict[Entry, list[int]]:
+    """Return the clients that sent each tensor, in the order of `sent`."""
+    found: dict[Entry, list[int]] = {}
+    for client, entries in sent.items():
+        for entry in entries:
+            found.setdefault(entry, []).append(client)
+    return found
 
 
 def _unusable(

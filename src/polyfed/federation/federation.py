@@ -17,7 +17,7 @@ from torch import Tensor
 
 from polyfed.core import keys
 from polyfed.core.errors import BadReply, Diverged, RecipeError, TooFewReplies
-from polyfed.core.messages import Message
+from polyfed.core.messages import OF_THE_MODEL, Message
 from polyfed.core.request import Accept, HeldOut, Request, Send, Task, contiguous
 from polyfed.core.sendable import check_sent
 from polyfed.core.system.openmp import threads_worth
@@ -72,15 +72,7 @@ class Combines(Answering, Protocol):
 
     locals: dict[int, Tree]
 
-    def answer(
-        self, request: Request, clients: Sequence[int], send: Send, units: Any = None, combining: Combining | None = None
-    ) -> Answer:
-        """Run the task on these clients and return the sum of their replies if `combining` is not None."""
-        ...
-
-    def again(
-        self, request: Request, clients: Sequence[int], send: Send, locals: Mapping[int, Tree | None]
-    ) -> Answer:
+    def again(self, request: Request, clients: Sequence[int], send: Send, locals: Mapping[int, Tree | None]) -> Answer:
         """Run a task once more from these local states, and return single replies; nothing is booked again."""
         ...
 
@@ -271,43 +263,50 @@ class Federation:
             return Replies([])
         peak = self._check_sent(request, send)
         sent = self._as_read(request, send, clients)
-        how = self._combining(request, accept)
-        if how is not None:
-            engine = cast(Combines, self.engine)
-            before = {client: engine.locals.get(client) for client in clients}
-            answer = engine.answer(request, sorted(clients), sent, combining=how)
-            found = answer.combined or Combined()
-            if not how.compared or OutlierCheck(self.outlier_factor, sent).harmless(request.reply, found.bounds):
-                missing = self._missing(request, answer.missing | found.missing, peak)
-                summed = CombinedReplies.of(found, how, self.template, self.clients, missing)
-                self._senders.update(summed)
-                self._report(request, send, summed, quorum=quorum)
-                return summed
-            self.emit("note", text=FAR_LARGER.format(round=self.round))
-            answer = engine.again(request, sorted(clients), sent, before)
-        else:
-            answer = self.engine.answer(request, sorted(clients), sent)
+        request = replace(request, combining=self._combining(request, accept))
+        before = {client: self._engine.locals.get(client) for client in clients} if request.combining else {}
+        answer = self.engine.answer(request, sorted(clients), sent)
+        if answer.combined is not None:
+            if self._alone(request, answer.combined, sent):
+                self.emit("note", text=FAR_LARGER.format(round=self.round))
+                answer = self._engine.again(request, sorted(clients), sent, before)
+            else:
+                missing = self._missing(request, answer.missing | answer.combined.missing, peak)
+                of = answer.combined, request.combining, self.template, self.clients, missing
+                return self._told(request, send, CombinedReplies.of(*of), quorum=quorum)
         if self.attack is not None and not self.evaluating:
             answer = self.attack.falsify(answer, sent, self.attack.attackers(len(self.clients), self.seed))
         parts, missing = self.usable(request, answer, sent, accept)
-        replies = Replies(parts, self._missing(request, missing, peak))
-        self._senders.update(client for part in parts for client in part.clients if client >= 0)
+        return self._told(request, send, Replies(parts, self._missing(request, missing, peak)), quorum=quorum)
+
+    def _told(self, request: Request, send: Send, replies: Replies, *, quorum: bool) -> Replies:
+        """Return the replies to a request, after those who watch have seen them; see `ask`."""
+        self._senders.update(client for client in replies if client >= 0)
         self._report(request, send, replies, quorum=quorum)
         return replies
+
+    @property
+    def _engine(self) -> Combines:
+        return cast(Combines, self.engine)
+
+    def _alone(self, request: Request, found: Combined, sent: Send) -> bool:
+        """Return whether the replies of a sum must be compared one by one, as one may be far larger than the others."""
+        check = OutlierCheck(self.outlier_factor, sent)
+        return bool(self.outlier_factor) and not check.harmless(request.reply, found.bounds)
 
     def _combining(self, request: Request, accept: Accept | None) -> Combining | None:
         """Return how the replies to a request are summed where the clients ran, or None if each travels."""
         if not self.combine:
             return None
-        compared = bool(self.outlier_factor)
-        how = Combining.of(request.reply, cast(Summing, self.owner), self.template, compared=compared)
-        if how is not None and accept is not None:
-            if request.name not in self._single:
-                self._single.add(request.name)
-                text = f"[engine] combine: the method checks each reply to {request.name}, so each travels alone"
-                self.emit("note", text=text)
-            return None
-        return how
+        how = Combining.of(request.reply, cast(Summing, self.owner), self.template, compared=bool(self.outlier_factor))
+        if how is not None and accept is None:
+            return how
+        large = any(said.kind in OF_THE_MODEL for said in request.reply.declared.values())
+        if large and not self.evaluating and request.name not in self._single:
+            self._single.add(request.name)
+            why = "the server reads more than their sum" if how is None else "the method checks each of them"
+            self.emit("note", text=f"[engine] combine: replies to {request.name} travel one by one, because {why}")
+        return None
 
     def _as_read(self, request: Request, send: Send, clients: Sequence[int]) -> Send:
         """Return the messages of a request as clients will read them: with their LoRA ranks, and rounded."""
@@ -637,4 +636,3 @@ class Federation:
     def too_far(self, tree: Tree, sent: Tree, factor: float = ALONE) -> str:
         """Return what is wrong with parameters that one client has moved too far, or an empty text (`too_far`)."""
         return too_far(tree, sent, factor) if self.outlier_factor else ""
-

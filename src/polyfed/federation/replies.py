@@ -87,7 +87,7 @@ class Answer:
     Attributes:
         parts: stacks of replies, in ascending order of their first client.
         missing: clients without a reply, each with the reason.
-        combined: the sum of the replies, in place of `parts`, if the request combines them (`combined.py`).
+        combined: a `Combined`, the sum of the replies, in place of `parts`, if the engine has combined them.
     """
 
     parts: list[ReplyStack]

@@ -41,14 +41,17 @@ from polyfed.core.request import Request, Send
 from polyfed.core.system.openmp import can_end_idle_threads, end_idle_threads
 from polyfed.core.tree import Tree, size_bytes
 from polyfed.engines.workers.cluster import Cluster, Lost
-from polyfed.engines.workers.process import Done, Job, Sent, Served, Unit, message_of, names, serve, values
+from polyfed.engines.workers.process import Done, Entries, Job, Sent, Served, Unit, message_of, names, serve, values
 from polyfed.engines.workers.shared_memory import Arena, Memory, Packed, copied
-from polyfed.federation.combined import Combined, Combining, Span, halves, summed
+from polyfed.federation.combined import Combined, Span, halves, summed
 from polyfed.federation.replies import Answer, ReplyStack
 
 BUNDLES = 4
 """Average number of bundles of units that each worker gets in a request. More bundles balance the load better, but each
 bundle costs about 0.3 ms to send."""
+
+FACTS = ("round", "rounds", "number", "seed", "turn", "held_out", "combining")
+"""Attributes of a request that travel with its jobs, beside the name of its task."""
 
 TRIES = 2
 """Largest number of attempts to run a bundle whose worker process dies."""
@@ -141,21 +144,13 @@ class Workers:
         if self.cluster is not None:
             self.cluster.close()
 
-    def answer(
-        self,
-        request: Request,
-        units: Sequence[Unit],
-        send: Send,
-        work: Mapping[int, float],
-        combining: Combining | None = None,
-    ) -> Answer:
+    def answer(self, request: Request, units: Sequence[Unit], send: Send, work: Mapping[int, float]) -> Answer:
         """Run the units of a request on the workers.
 
         Args:
             units: the clients, grouped into the units that the engine runs together.
             send: one message for all clients, or a mapping with one message for each.
             work: an estimate of the work of each client, on any scale, to balance the load.
-            combining: how workers sum the replies of a bundle, or None if each reply travels.
 
         Raises:
             PolyfedError: a worker's gate refused a reply, a task broke a rule, or a worker process could not start.
@@ -163,30 +158,25 @@ class Workers:
         clients = [client for unit in units for client in unit]
         if self.cluster is not None:
             self.num = self.cluster.open(self.engine, self.wanted, self.threads, self.devices[0])  # nodes join and end
-        spans = [] if combining is None else subtrees(units, work, BUNDLES * self.num)
-        todo = dict(enumerate([units[a:b] for a, b in spans] if spans else bundled(units, work, BUNDLES * self.num)))
+        spans = [] if request.combining is None else subtrees(units, work, BUNDLES * self.num)
+        todo = dict(enumerate([[*units[a:b]] for a, b in spans] if spans else bundled(units, work, BUNDLES * self.num)))
         self.start(min(self.num, len(todo)))
         end_idle_threads()
         sent = None
         if isinstance(send, Message):
             sent = [(clients, list(zip(names(send), self.broadcast.write(values(send)), strict=True)))]
         try:
-            answer, sums = self._collect(request, todo, send, sent, combining)
+            answer, sums = self._collect(request, todo, send, sent)
         except BaseException:
             self.close()  # the workers may still send results of this request, and nobody will read them
             raise
-        if combining is None:
+        if request.combining is None:
             return answer
         found = {span: sums.get(number, Combined()) for number, span in enumerate(spans)}
         return replace(answer, combined=summed((0, len(units)), found.get))
 
     def _collect(
-        self,
-        request: Request,
-        todo: dict[int, list[Unit]],
-        send: Send,
-        sent: Sent | None,
-        combining: Combining | None,
+        self, request: Request, todo: dict[int, list[Unit]], send: Send, sent: Sent | None
     ) -> tuple[Answer, dict[int, Combined]]:
         """Send the bundles to idle workers, one after another, and collect the results.
 
@@ -205,7 +195,7 @@ class Workers:
                     number = max(waiting, key=lambda number: worker.holds(todo[number]))  # the first one of equal ones
                     waiting.remove(number)
                     tries[number] += 1
-                    worker.give(self._job(worker, request, todo[number], send, sent, combining))
+                    worker.give(self._job(worker, request, todo[number], send, sent))
                     busy[worker] = number
             idle = [worker for worker in busy if worker not in arrived]
             ready = idle[0].ready(idle, wait=not arrived) if idle else []
@@ -232,15 +222,7 @@ class Workers:
                 answer.missing.update({client: reason for unit in todo[number] for client in unit})
         return Answer.of(answer.parts, answer.missing), sums
 
-    def _job(
-        self,
-        worker: "_Worker",
-        request: Request,
-        units: list[Unit],
-        send: Send,
-        sent: Sent | None,
-        combining: Combining | None,
-    ) -> Job:
+    def _job(self, worker: "_Worker", request: Request, units: list[Unit], send: Send, sent: Sent | None) -> Job:
         """Write the messages and local states of the units into the worker's memory, and return the job."""
         clients = [client for unit in units for client in unit]
         own = {} if isinstance(send, Message) else {client: send[client] for client in clients}
@@ -253,14 +235,12 @@ class Workers:
         places = iter(worker.down.write(flat))
         messages = [([client], [(name, next(places)) for name in names(msg)]) for client, msg in own.items()]
         locals_ = {client: [(name, next(places)) for name in tree] for client, tree in trees.items()}
-        facts = {name: getattr(request, name) for name in ("round", "rounds", "number", "seed", "turn", "held_out")}
+        facts = {name: getattr(request, name) for name in FACTS}
         stale, worker.stale = worker.stale, []
         parcel = messages if sent is None else sent
-        return Job(request.name, facts, units, parcel, sent is not None, locals_, held, stale, combining)
+        return Job(request.name, facts, units, parcel, sent is not None, locals_, held, stale)
 
-    def _merge(
-        self, request: Request, worker: "_Worker", done: Done, up: Memory, answer: Answer
-    ) -> Combined | None:
+    def _merge(self, request: Request, worker: "_Worker", done: Done, up: Memory, answer: Answer) -> Combined | None:
         """Add a worker's results to the answer, the local states, the ledger, the clock and the events.
 
         Returns:
@@ -288,11 +268,12 @@ class Workers:
             self.engine.keep({client: {name: copied(v) for (name, _), v in zip(tree, values, strict=True)}})
             if worker.remembers:
                 self._remember(worker, client)
-        if done.combined is None:
-            return None
-        combined, entries = done.combined
-        values = up.read(place for _, place in entries)
-        sums = {entry: copied(value) for (entry, _), value in zip(entries, values, strict=True)}
+        return None if done.combined is None else self._sums(*done.combined, up)
+
+    def _sums(self, combined: Combined, entries: Entries, up: Memory) -> Combined:
+        """Return the sum of the replies of a job, with its tensors, which are in the worker's memory."""
+        found = up.read(place for _, place in entries)
+        sums = {entry: copied(value) for (entry, _), value in zip(entries, found, strict=True)}
         self.received += sum(value.nbytes for value in sums.values())
         return replace(combined, sums=sums)
 

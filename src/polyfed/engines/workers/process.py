@@ -22,9 +22,8 @@ from polyfed.data import Population
 from polyfed.engines.machine.gpu import deterministic
 from polyfed.engines.workers.shared_memory import Arena, Memory, Place, copied
 from polyfed.federation.clock import Clock
-from polyfed.federation.combined import Combined, Combining
+from polyfed.federation.combined import Combined
 from polyfed.federation.replies import Answer
-from polyfed.federation.secure_aggregation.cohort import Entry
 from polyfed.privacy.egress.ledger import Entry, Ledger
 
 Unit = list[int]
@@ -66,12 +65,7 @@ class Served(Protocol):
         ...
 
     def answer(
-        self,
-        request: Request,
-        clients: Sequence[int],
-        send: Send,
-        units: Sequence[Unit] | None = None,
-        combining: Combining | None = None,
+        self, request: Request, clients: Sequence[int], send: Send, units: Sequence[Unit] | None = None
     ) -> Answer:
         """Run the task on the clients of these units."""
         ...
@@ -102,7 +96,6 @@ class Job:
         locals: the clients' local states, in the worker's own memory.
         held: clients of which the worker still holds the newest local state, so that it does not travel.
         stale: clients whose states the worker may forget, because another worker has newer ones.
-        combining: how to sum the replies, or None if each is returned.
     """
 
     task: str
@@ -113,7 +106,6 @@ class Job:
     locals: Kept
     held: list[int] = field(default_factory=list)
     stale: list[int] = field(default_factory=list)
-    combining: Combining | None = None
 
 
 @dataclass(frozen=True)
@@ -138,7 +130,7 @@ class Done:
     events: list[tuple[str, dict[str, Any]]]
     spent_flops: dict[int, float]
     error: BaseException | None
-    combined: tuple[Combined, list[tuple[Entry, Place]]] | None = None
+    combined: tuple[Combined, Entries] | None = None
 
 
 def serve(
@@ -248,7 +240,7 @@ def _done(
     answer = Answer([], {})
     try:
         # the method of the class, because the server's process may have replaced the engine's own, to watch requests
-        answer = type(engine).answer(engine, request, clients, send, job.units, job.combining)
+        answer = type(engine).answer(engine, request, clients, send, units=job.units)
     except PolyfedError as ending:
         error = _sendable(ending)
     except Exception:
