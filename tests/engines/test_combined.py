@@ -261,7 +261,7 @@ def test_replies_of_which_the_server_reads_more_than_the_sum_are_named() -> None
     notes: list[str] = []
     parts.fed.emit = lambda name, **facts: notes.append(facts["text"]) if name == "note" else None
     through(parts, 1)
-    assert any("train_all travel one by one" in note for note in notes)
+    assert any("replies to send travel one by one" in note for note in notes)
 
 
 @dataclass(frozen=True, kw_only=True)
