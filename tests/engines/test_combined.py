@@ -53,8 +53,6 @@ ALONE = [
 ]
 """Methods whose server reads more than sums."""
 
-SEVERAL = ["fedavg", "scaffold"]
-
 
 @pytest.fixture(autouse=True)
 def _everything_is_worth_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,8 +93,7 @@ def test_every_method_gives_the_same_result_up_to_rounding_or_is_refused(name: s
     assert again.train_loss == pytest.approx(state.train_loss, rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["sequential", "vectorised"])
-@pytest.mark.parametrize("name", SEVERAL)
+@pytest.mark.parametrize(("name", "kind"), [("scaffold", "sequential"), ("fedavg", "vectorised")])
 def test_the_number_of_workers_changes_no_bit_of_a_sum(name: str, kind: str) -> None:
     made = replace(world(name, kind, AWKWARD), rounds=2)
     one, state, ledger = played(combining(made))
@@ -262,6 +259,10 @@ def test_replies_of_which_the_server_reads_more_than_the_sum_are_named() -> None
     parts.fed.emit = lambda name, **facts: notes.append(facts["text"]) if name == "note" else None
     through(parts, 1)
     assert any("replies to send travel one by one" in note for note in notes)
+
+
+def test_check_rehearses_a_recipe_that_combines() -> None:
+    assert polyfed.check(combining(recipe(algorithm("scaffold")))).exit_code == 0
 
 
 @dataclass(frozen=True, kw_only=True)

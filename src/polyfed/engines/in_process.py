@@ -4,7 +4,6 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -181,7 +180,7 @@ class InProcess(Engine):
         ledger, emit, clock = self.ledger, self.emit, self.clock
         self.ledger, self.emit, self.clock = Ledger(ledger.run, hashing=ledger.hashing), _silent, None
         try:
-            return self.answer(replace(request, combining=None), clients, send)
+            return self.answer(request, clients, send)
         finally:
             self.ledger, self.emit, self.clock = ledger, emit, clock
 

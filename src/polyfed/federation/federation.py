@@ -263,31 +263,36 @@ class Federation:
             return Replies([])
         peak = self._check_sent(request, send)
         sent = self._as_read(request, send, clients)
-        request = replace(request, combining=self._combining(request, accept))
-        before = {client: self._engine.locals.get(client) for client in clients} if request.combining else {}
-        answer = self.engine.answer(request, sorted(clients), sent)
-        if answer.combined is not None:
-            if self._alone(request, answer.combined, sent):
-                self.emit("note", text=FAR_LARGER.format(round=self.round))
-                answer = self._engine.again(request, sorted(clients), sent, before)
-            else:
-                missing = self._missing(request, answer.missing | answer.combined.missing, peak)
-                of = answer.combined, request.combining, self.template, self.clients, missing
-                return self._told(request, send, CombinedReplies.of(*of), quorum=quorum)
+        answer, how = self._answer(request, clients, sent, accept)
+        if answer.combined is not None and how is not None:
+            missing = self._missing(request, answer.missing | answer.combined.missing, peak)
+            summed = CombinedReplies.of(answer.combined, how, self.template, self.clients, missing)
+            return self._told(request, send, summed, quorum=quorum)
         if self.attack is not None and not self.evaluating:
             answer = self.attack.falsify(answer, sent, self.attack.attackers(len(self.clients), self.seed))
         parts, missing = self.usable(request, answer, sent, accept)
         return self._told(request, send, Replies(parts, self._missing(request, missing, peak)), quorum=quorum)
+
+    def _answer(
+        self, request: Request, clients: Sequence[int], sent: Send, accept: Accept | None
+    ) -> tuple[Answer, Combining | None]:
+        """Return what the engine answers, and how it was to combine the replies, if they may be combined."""
+        how = self._combining(request, accept) if self.combine else None
+        if how is None:
+            return self.engine.answer(request, sorted(clients), sent), None
+        engine = cast(Combines, self.engine)
+        before = {client: engine.locals.get(client) for client in clients}
+        answer = engine.answer(replace(request, combining=how), sorted(clients), sent)
+        if answer.combined is not None and self._alone(request, answer.combined, sent):
+            self.emit("note", text=FAR_LARGER.format(round=self.round))
+            answer = engine.again(request, sorted(clients), sent, before)
+        return answer, how
 
     def _told(self, request: Request, send: Send, replies: Replies, *, quorum: bool) -> Replies:
         """Return the replies to a request, after those who watch have seen them; see `ask`."""
         self._senders.update(client for client in replies if client >= 0)
         self._report(request, send, replies, quorum=quorum)
         return replies
-
-    @property
-    def _engine(self) -> Combines:
-        return cast(Combines, self.engine)
 
     def _alone(self, request: Request, found: Combined, sent: Send) -> bool:
         """Return whether the replies of a sum must be compared one by one, as one may be far larger than the others."""
@@ -296,8 +301,6 @@ class Federation:
 
     def _combining(self, request: Request, accept: Accept | None) -> Combining | None:
         """Return how the replies to a request are summed where the clients ran, or None if each travels."""
-        if not self.combine:
-            return None
         how = Combining.of(request.reply, cast(Summing, self.owner), self.template, compared=bool(self.outlier_factor))
         if how is not None and accept is None:
             return how
