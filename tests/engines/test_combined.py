@@ -137,7 +137,7 @@ def test_subtrees_cover_the_units_once_and_their_sum_has_the_bits_of_the_whole()
         assert sorted(place for a, b in spans for place in range(a, b)) == list(range(37))
         parts = {span: summed(span, leaf) for span in spans}
         assert torch.equal(summed((0, 37), parts.get).sums["params", "w"], whole.sums["params", "w"])
-    with pytest.raises(AssertionError, match="counts twice"):
+    with pytest.raises(AssertionError):
         whole.plus(Combined({3: ()}))
     assert halves((0, 3)) == ((0, 1), (1, 3))
 
