@@ -17,6 +17,7 @@ from polyfed.core.system.json_and_toml import parse_toml, toml_value
 from polyfed.data import Column, Columns
 from polyfed.data.column_scaling import asked, uneven_modalities
 from polyfed.data.columns import GUARD, LEFT_OUT, OWN_TEST, TEST, TRAIN, VALIDATION
+from polyfed.data.leaked_labels import repeated_rows
 from polyfed.data.population.splits import drawn_note
 from polyfed.data.sources.own.npz import Npz
 from polyfed.data.sources.own.table_files import Table
@@ -87,6 +88,7 @@ def starter(
     clients, words = _clients(columns, table, task)
     notes += _marked(columns, clients, source.split_personal)
     clients, words = _with_chosen(clients, words, chosen)
+    notes += [copies] if (copies := repeated_rows(columns, columns.rows(TRAIN), columns.rows(TEST))) else []
     notes += [words, *(seen := [] if apart else _seen(columns))]
     if seen and reading.times and not _marks(columns) and "split" not in table:
         warn(_overlap(path, reading.times[0], table.get("client", "client")), PolyfedWarning, stacklevel=3)
