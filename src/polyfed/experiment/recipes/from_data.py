@@ -324,4 +324,4 @@ def _source(data: Any, read: Mapping[str, Any], natural: Any, task: Objective | 
         raise RecipeError(f"{strange[0]} says how a text file is written, and data is no path of a file. Leave it out")
     given = Given(clients=natural, needs_labels=needs_labels, numeric=isinstance(task, Regression), **read)
     columns = table_of(data, given)
-    return Memory.of(columns, given.standardise, given.partial), columns
+    return Memory.of(columns, given.standardise, given.partial, given.unmeasured), columns

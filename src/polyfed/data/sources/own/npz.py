@@ -218,7 +218,8 @@ class Npz(Source):
         said = self.modalities if isinstance(self.modalities, Mapping) else {name: name for name in self.modalities}
         read = {n: features[n] if n in features else self._read(n, arrays.__getitem__, problems) for n in self.arrays}
         folder = arrays.path if arrays.path.is_dir() else arrays.path.parent
-        given = Given(modalities=said, columns=rules_of("[data.columns]", self.columns), folder=folder)
+        rules, unmeasured = rules_of("[data.columns]", self.columns), self.unmeasured
+        given = Given(modalities=said, columns=rules, unmeasured=unmeasured, folder=folder)
         return joined(
             {name: values for name, values in read.items() if values is not None}, given, f"'{arrays.path}'", problems
         )
