@@ -458,7 +458,8 @@ def _of_codes(
             raise DataError(f"{where}: {note}. Fill it in, set partial = 'absent', or write {cure}")
         note += "; such rows count as rows without it"
         there = there & ~partly
-    return Read(np.where(there[:, None], values, 0.0), there, note, partly if note else None, tuple(features), cure)
+    cut = partly if partly.any() else None
+    return Read(np.where(there[:, None], values, 0.0), there, note, cut, tuple(features), cure)
 
 
 def fills_rows(features: Sequence[Feature], given: Given) -> bool:
