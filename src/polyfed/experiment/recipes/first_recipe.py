@@ -82,22 +82,17 @@ def starter(
     for remark in (*reading.doubts, *([doubtful] if doubtful else [])):
         warn(remark, PolyfedWarning, stacklevel=3)
     columns, drawn = _splits(columns, table, source, held_out=(apart := _held_out(chosen)))
-    notes = [note for note in notes if note != drawn]
-    notes += _scaled(columns, table)
+    notes = [*(note for note in notes if note != drawn), *_scaled(columns, table)]
     name = "npz" if isinstance(source, Npz) else "table"
     clients, words = _clients(columns, table, task)
     notes += _marked(columns, clients, source.split_personal)
     clients, words = _with_chosen(clients, words, chosen)
-    notes += [copies] if (copies := repeated_rows(columns, columns.rows(TRAIN), columns.rows(TEST))) else []
     notes += [words, *(seen := [] if apart else _seen(columns))]
     if seen and reading.times and not _marks(columns) and "split" not in table:
         warn(_overlap(path, reading.times[0], table.get("client", "client")), PolyfedWarning, stacklevel=3)
     found = {m: affordable(column, encoder_for(m, column, 64)) for m, column in columns.modalities.items()}
     encoders = {m: spec for m, (spec, _) in found.items()}
-    lacking = {m: int((~there).sum()) for m, there in columns.present.items()}
-    notes += [f"'{m}' is missing in {count:,} of {len(columns):,} rows" for m, count in lacking.items()]
-    notes += [f"'{m}' holds {kind_of(columns.column(m))}: {encoder_text(spec)}" for m, spec in encoders.items()]
-    notes += [line for m, spec in encoders.items() for line in told_of_whole(m, columns.column(m), spec)]
+    notes += _of_samples(columns, encoders)
     lines = [
         f"# A first recipe for {path}, written by `polyfed init`. Every line may be changed.",
         "# `polyfed check` says what this recipe lets leave a client; `polyfed run` trains.",
@@ -127,6 +122,15 @@ def starter(
     if task is not None:
         prepared(made, columns)
     return Starter(text, tuple(notes))
+
+
+def _of_samples(columns: Columns, encoders: Mapping[str, EncoderSpec]) -> list[str]:
+    """Return notes about what the modalities hold, about rows that lack them, and about copies in the test set."""
+    lacking = {m: int((~there).sum()) for m, there in columns.present.items()}
+    notes = [f"'{m}' is missing in {count:,} of {len(columns):,} rows" for m, count in lacking.items()]
+    notes += [f"'{m}' holds {kind_of(columns.column(m))}: {encoder_text(spec)}" for m, spec in encoders.items()]
+    notes += [line for m, spec in encoders.items() for line in told_of_whole(m, columns.column(m), spec)]
+    return [*notes, *filter(None, [repeated_rows(columns, columns.rows(TRAIN), columns.rows(TEST))])]
 
 
 PER_PIXEL = 2.2e-6

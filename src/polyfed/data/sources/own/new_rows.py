@@ -73,6 +73,10 @@ class RowForm:
         unmeasured: Unmeasured = "fill" if getattr(source, "unmeasured", "absent") == "fill" else "absent"
         return cls(held, getattr(source, "dialect", PLAIN), "" if ids == "rows" else ids, partial, unmeasured)
 
+    def given(self, folder: Path | None) -> Given:
+        """Return how new rows are read, whose file is in this folder."""
+        return Given(partial=self.partial, unmeasured=self.unmeasured, folder=folder)
+
     def as_table(self) -> dict[str, Any]:
         """Return the form as JSON values. `read` is the inverse function."""
         held = {name: {"names": list(form.names), "layout": form.layout} for name, form in self.modalities.items()}
@@ -143,10 +147,7 @@ def new_rows(
         DataError: a column of `ids` or of a modality is missing, or cells cannot be read. The message lists all faults.
     """
     table = rows.rename(columns=str) if hasattr(rows, "iloc") else None
-    held, given = (
-        rows if table is None else table,
-        Given(partial=form.partial, unmeasured=form.unmeasured, folder=folder),
-    )
+    held, given = rows if table is None else table, form.given(folder)
     problems, notes, filled = Problems(), list[str](), list[str]()
     x: Tree = {}
     present: Tree = {}
