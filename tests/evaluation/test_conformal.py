@@ -244,6 +244,49 @@ def test_the_counts_of_the_clients_are_those_of_all_their_rows(method: str) -> N
     assert all(torch.equal(conformal.counts["*"][subset], total[subset]) for subset in total)
 
 
+@pytest.mark.parametrize("name", ["hfm", "vfl"])
+def test_a_silo_counts_the_rows_that_its_devices_have_in_common(name: str, tmp_path: Path) -> None:
+    spec = Evaluation(every=0, conformal="split", conformal_groups="client", shrinkage=True)
+    made = world(name, evaluation=spec)
+    made = replace(made, clients=replace(made.clients, personal_validation=0.4, missing_rows={"a": 0.2}), rounds=1)
+    run, population = polyfed.run(made, out=tmp_path / "run"), population_of(made)
+    conformal, columns, silo = run.models.conformal, population.columns, population.silo
+    assert conformal is not None
+    assert population.own_validation is not None
+    assert silo is not None
+    total = dict.fromkeys(["a", "b", "a+b"], 0)
+    for number in range(3):
+        members = [k for k in range(len(silo)) if int(silo[k]) == number]
+        rows = population.own_validation[members[0]]
+        assert all(torch.equal(population.own_validation[k], rows) for k in members)
+        for subset in total:
+            names = subset.split("+")
+            there = torch.stack([columns.present[m][rows] for m in names if m in columns.present] or [rows > -1]).all(0)
+            x = {m: columns.modalities[m].raw(rows[there]) for m in names}
+            own = class_bins(run.predict(x, members[0])).gather(1, columns.label[rows[there]][:, None])[:, 0]
+            counted = conformal.counts[str(members[0])][subset]
+            assert torch.equal(counted[0], torch.bincount(own, minlength=BINS + 1)), (number, subset)
+            assert all(torch.equal(conformal.counts[str(k)][subset], counted) for k in members)
+            total[subset] = total[subset] + counted
+    assert all(torch.equal(conformal.counts["*"][subset], total[subset]) for subset in total)
+    again = polyfed.load_run(tmp_path / "run").predict_set(samples(population, population.test_rows[:9]), 0.7, client=1)
+    assert again.rows.tolist() == [int(conformal.counts["0"]["a+b"].sum())] * 9
+    assert again.helps_most == [None] * 9
+    sent = [json.loads(line) for line in (tmp_path / "run" / "egress.jsonl").read_text().splitlines()]
+    counted = [row for row in sent if row["message"] in ("ScoreCounts", "SizeCounts")]
+    assert {row["destination"] for row in counted} == {"server"}
+    assert len(counted) == 6, "one device of each silo"
+
+
+def test_silos_stop_by_their_own_validation_rows() -> None:
+    made = world("vfl", evaluation=Evaluation())
+    made = replace(made, clients=replace(made.clients, personal_validation=0.4), rounds=2)
+    made = replace(made, stop=replace(made.stop, metric="personal_validation.weighted"))
+    run = polyfed.run(made)
+    scores = [row["metrics"]["personal_validation"]["weighted"] for row in run.rounds if row["round"]]
+    assert run.result["best"]["round"] == 1 + scores.index(max(scores))
+
+
 def small(
     method: str = "fedavg", kind: Any = "split", groups: Any = "all", alone: bool = True, **options: Any
 ) -> Recipe:
@@ -262,7 +305,7 @@ def samples(population: Population, rows: Any) -> dict[str, torch.Tensor]:
 
 def counts(name: str) -> bool:
     """Whether the clients of a method may count scores: in CreamFL and FedCouncil, they need the rows otherwise."""
-    return not (ROWS[name].stack or ALGORITHMS[name].aligns_rows or name in ("creamfl", "fedcouncil"))
+    return not (ROWS[name].stack or name in ("creamfl", "fedcouncil"))
 
 
 @pytest.mark.parametrize("name", list(filter(counts, NAMES)))
@@ -273,7 +316,7 @@ def test_every_method_counts_alike_on_both_engines(name: str) -> None:
         made = world(name, engine, evaluation=spec)
         made = replace(made, clients=replace(made.clients, validation=0.2), rounds=1)
         parts, state, ledger = played(made)
-        assert "count_scores" in {row.task for row in plan(parts)}
+        assert {"count_scores", "count_silo"} & {row.task for row in plan(parts)}
         counts = parts.algorithm.calibrate(state, parts.fed)
         assert counts is not None
         assert not any(row["message"] == "ScoreCounts" for row in ledger), "only after the last round"

@@ -97,7 +97,7 @@ def moments(values: Tensor) -> Tensor:
     return torch.cat([(rows > 0).sum(-1, keepdim=True).double(), sums.sum(-2), products.flatten(-2)], -1)
 
 
-def of_moments(numbers: Sequence[float], *, share: bool, clusters: bool) -> Estimate | None:
+def of_moments(numbers: Sequence[float], *, share: bool, clusters: bool, least: float = 0.0) -> Estimate | None:
     """Return a score with its interval from `moments` of `Objective.row_scores`; None if the score is undefined.
 
     The variance of a mean of ratios a_t / b_t is that of its linear part, the sum over units of
@@ -110,6 +110,7 @@ def of_moments(numbers: Sequence[float], *, share: bool, clusters: bool) -> Esti
         numbers: the moments, 1 + W + W * W.
         share: whether the score is a share.
         clusters: whether the units are clusters of rows.
+        least: the smallest possible value of a score that is no share.
     """
     told = torch.tensor([float(number) for number in numbers], dtype=torch.float64)
     width = round((math.sqrt(4 * len(told) - 3) - 1) / 2)
@@ -127,7 +128,7 @@ def of_moments(numbers: Sequence[float], *, share: bool, clusters: bool) -> Esti
     if clusters:
         spread, quantile = spread * units / (units - 1), t_quantile(round(units))
     if not share:
-        return around(value, quantile * math.sqrt(spread), low=0.0)
+        return around(value, quantile * math.sqrt(spread), low=least)
     independent = value * (1 - value) / spread if spread > 1e-15 and 0 < value < 1 else units
     found = wilson(value * independent, independent, quantile)
     return Estimate(value, found.low, found.high)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from polyfed.core.errors import command
 from polyfed.core.system.files import RECIPE
-from polyfed.evaluation.subsets import LACKS, NOTHING, SUBSET, WORST
+from polyfed.evaluation.subsets import GAIN, LACKS, NOTHING, SUBSET, WORST
 from polyfed.report.formatting import counted, number_of
 
 TITLES = {
@@ -69,7 +69,7 @@ OF_MAIN_SCORE = ("personal", "unimodal")
 def of_main_score(metric: str) -> bool:
     """Return whether a metric holds values of the run's main metric, as `personal.mean` and `global.worst_subset`."""
     group, _, name = metric.partition(".")
-    subset = name.startswith((SUBSET, LACKS)) or name == WORST
+    subset = name.startswith((SUBSET, LACKS, GAIN)) or name == WORST
     return subset or (group.removesuffix("_validation") in OF_MAIN_SCORE and not name.startswith(POOLED))
 
 
@@ -114,18 +114,20 @@ def scored_rows(metrics: Iterable[str]) -> str:
     return AS_THEY_COME if lacks_in(metrics, "") else "all modalities"
 
 
-def interval_of(known: Mapping[str, Any] | None, unit: str) -> str:
+def interval_of(known: Mapping[str, Any] | None, unit: str, sign: str = "") -> str:
     """Return the interval and the rows of a score in words, as in `48.1 % to 61.7 %, 200 rows`; empty without both.
 
     Args:
         known: an entry of `intervals` in result.json.
         unit: how the score is written.
+        sign: what stands before a number above 0.
     """
     if not known:
         return ""
     found = []
     if (low := known.get("low")) is not None:
-        found.append(f"{number_of(low, unit)} to {number_of(known.get('high'), unit)}")
+        ends = low, known.get("high", low)
+        found.append(" to ".join((sign if end > 0 else "") + number_of(end, unit) for end in ends))
     rows, clients = int(known.get("rows") or 0), known.get("clients")
     few = ", too few to tell" if rows < FEW else ""
     found.append(counted(rows, "row") + (f" of {counted(int(clients), 'client')}" if clients else "") + few)
@@ -136,6 +138,16 @@ def with_interval(value: float | None, unit: str, known: Mapping[str, Any] | Non
     """Return a score with its interval and rows, as in `55.0 % (48.1 % to 61.7 %, 200 rows)`."""
     words = interval_of(known, unit)
     return number_of(value, unit) + (f" ({words})" if words else "")
+
+
+def gain_words(value: float, unit: str, known: Mapping[str, Any] | None) -> str:
+    """Return a difference of two scores on the same rows, as in `+5.1 % (+3.0 % to +7.2 %, 200 rows)`."""
+    words = interval_of(known, unit, "+")
+    return ("+" if value > 0 else "") + number_of(value, unit) + (f" ({words})" if words else "")
+
+
+GAINS = "all modalities gain, same rows"
+"""The heading of a difference to the score of all modalities."""
 
 
 def not_beaten(result: Mapping[str, Any]) -> str:
@@ -292,7 +304,8 @@ class Metric:
     def of(cls, name: str, task: Mapping[str, Any] | None = None) -> "Metric":
         """Return the facts about a metric, given the entry `task` of the run's result.json."""
         score = Headline.of(task).score if of_main_score(name) else name.replace(f".{POOLED}", ".")
-        return cls(name, is_error(score), is_share(score))
+        rises = name.partition(".")[2].startswith(GAIN)
+        return cls(name, is_error(score) and not rises, is_share(score))
 
 
 def first_metric(result: Mapping[str, Any], metrics: Sequence[str]) -> tuple[Metric, float] | None:

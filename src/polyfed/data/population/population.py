@@ -92,7 +92,7 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
     check_finite(columns)
     columns = held_out(columns, clients, key)
     train, own_test, validation, by_owner = _split(columns, clients, clients.build_partition(), key)
-    own_validation = validation if by_owner and len(validation.rows) and clients.partition != "silos" else None
+    own_validation = validation if by_owner and len(validation.rows) else None
     every = torch.cat([columns.rows(VALIDATION), validation.rows]).sort().values
     pooled = columns.rows(VALIDATION) if clients.personal_validation else every
     if clients.measure_on == "validation" and clients.personal_validation:
@@ -105,7 +105,10 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
         silo = torch.arange(len(train)).repeat_interleave(devices_per_silo(clients, names))
         device_key = keys.key(key, "devices of silos")
         train = dealt_to_devices(train, clients, names, keys.key(device_key, 0))
-        own_test = None if own_test is None else dealt_to_devices(own_test, clients, names, keys.key(device_key, 1))
+        own_test, own_validation = (
+            None if own is None else dealt_to_devices(own, clients, names, keys.key(device_key, place))
+            for place, own in enumerate((own_test, own_validation), 1)
+        )
     test_rows = pooled if clients.measure_on == "validation" else columns.rows(TEST)
     if len(test_rows) == 0 and own_test is not None:
         test_rows = torch.from_numpy(np.unique(own_test.rows.numpy()))
@@ -119,7 +122,9 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
         # a silo without any modality stays, for the check below
         kept = (holds.any(1) | ~torch.isin(silo, silo[holds.any(1)])).nonzero()[:, 0].tolist()
         train = of_clients(train, kept)
-        own_test = None if own_test is None else of_clients(own_test, kept)
+        own_test, own_validation = (
+            None if own is None else of_clients(own, kept) for own in (own_test, own_validation)
+        )
         silo, holds = silo[kept], holds[kept]
     population = Population(
         columns=columns,
