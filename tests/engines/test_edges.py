@@ -35,6 +35,7 @@ TWICE = (
     EDGES.replace("rounds = 1", "rounds = 2")
     .replace("silos = 2", "silos = 2\npersonal_test = 0.3\npersonal_validation = 0.2")
     .replace("exchanges = 1", "exchanges = 2")
+    + '[evaluate]\nconformal = "split"\n'
 )
 
 CANARY = 7_000_000_000_123

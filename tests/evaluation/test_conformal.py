@@ -12,7 +12,6 @@ import torch
 import polyfed
 from laws.rows import ROWS
 from laws.test_laws import NAMES, world
-from polyfed.algorithms import ALGORITHMS
 from polyfed.core.batch import Batch
 from polyfed.core.errors import CheckpointError, DataError, EgressError, PolyfedError, RecipeError
 from polyfed.data import ClientsSpec, Population
