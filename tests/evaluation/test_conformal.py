@@ -40,6 +40,7 @@ from polyfed.objective import CLASSES
 from polyfed.objective.regression import Regression
 from polyfed.objective.report import raised
 from polyfed.privacy.egress.requirements import Requirements
+from polyfed.report.scores import sets_words
 from polyfed.selection import Uniform
 from refusals import refuses
 from world import algorithm, played, recipe
@@ -274,7 +275,7 @@ def test_a_silo_counts_the_rows_that_its_devices_have_in_common(name: str, tmp_p
     sent = [json.loads(line) for line in (tmp_path / "run" / "egress.jsonl").read_text().splitlines()]
     counted = [row for row in sent if row["message"] in ("ScoreCounts", "SizeCounts")]
     assert {row["destination"] for row in counted} == {"server"}
-    assert len(counted) == 6, "one device of each silo"
+    assert len({(row["message"], row["client"]) for row in counted}) == 6, "one device of each silo sends both"
 
 
 def test_silos_stop_by_their_own_validation_rows() -> None:
@@ -284,6 +285,14 @@ def test_silos_stop_by_their_own_validation_rows() -> None:
     run = polyfed.run(made)
     scores = [row["metrics"]["personal_validation"]["weighted"] for row in run.rounds if row["round"]]
     assert run.result["best"]["round"] == 1 + scores.index(max(scores))
+
+
+@pytest.mark.parametrize(("holds", "said"), [(0.92, ""), (0.883, "chance explains"), (0.80, "do not trust")])
+def test_a_run_says_whether_chance_explains_that_fewer_sets_hold(holds: float, said: str) -> None:
+    told = {"coverage": 0.9, "size": 1.1, "holds": holds, "rows": 599, "validation_rows": 296}
+    words = sets_words({"sets": told, "metrics": {"global": {"accuracy": 0.8}}}, None)
+    assert said in words
+    assert ("chance" in words) == bool(said)
 
 
 def small(
@@ -394,10 +403,6 @@ def test_coverage_that_the_rows_cannot_promise_is_refused_with_the_number_needed
         ({"clients": {"num": 4}}, "evaluate.conformal: promise"),
         ({"task": {"name": "retrieval"}}, "evaluate.conformal: intervals"),
         ({"evaluate": {"conformal": "mondrian"}}, "evaluate.conformal: must be"),
-        (
-            {"algorithm": {"name": "hfm"}, "clients": {"partition": "silos"}},
-            "evaluate.conformal: embeddings",
-        ),
         (
             {"evaluate": {"conformal": "split", "shrinkage": True}, "data": {"name": "toy", "shapes": {"a": [4]}}},
             "evaluate.shrinkage: lacks",

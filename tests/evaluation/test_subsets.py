@@ -113,9 +113,9 @@ def test_every_score_is_the_accuracy_of_predict_on_that_subset(method: str) -> N
 
         for name in names[:-1]:
             apart, told = right_from("a+b+c") - right_from(name), known["global"][f"gain.{name}"]
-            half = 1.959964 * float(apart.std(correction=0)) / len(complete) ** 0.5
-            assert found[f"gain.{name}"] == pytest.approx(float(apart.mean()))
-            assert (told["low"], told["high"]) == pytest.approx((apart.mean() - half, apart.mean() + half), abs=1e-6)
+            gain, half = float(apart.mean()), 1.959964 * float(apart.std(correction=0)) / len(complete) ** 0.5
+            assert found[f"gain.{name}"] == pytest.approx(gain)
+            assert (told["low"], told["high"]) == pytest.approx((gain - half, gain + half), abs=1e-6)
             assert told["rows"] == len(complete)
         assert "gain.a+b+c" not in found
         rows = population.test_rows

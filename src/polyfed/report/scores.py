@@ -1,5 +1,6 @@
 """The names and units of metrics, and the main metric of a run."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -141,9 +142,10 @@ def with_interval(value: float | None, unit: str, known: Mapping[str, Any] | Non
 
 
 def gain_words(value: float, unit: str, known: Mapping[str, Any] | None) -> str:
-    """Return a difference of two scores on the same rows, as in `+5.1 % (+3.0 % to +7.2 %, 200 rows)`."""
-    words = interval_of(known, unit, "+")
-    return ("+" if value > 0 else "") + number_of(value, unit) + (f" ({words})" if words else "")
+    """Return a difference of two scores on the same rows, as in `+5.1 points (+3.0 to +7.2, 200 rows)`."""
+    words, plus = interval_of(known, unit, "+").replace(" %", ""), "+" if value > 0 else ""
+    number = f"{100 * value:.1f} points" if unit == "share" else number_of(value, unit)
+    return plus + number + (f" ({words})" if words else "")
 
 
 GAINS = "all modalities gain, same rows"
@@ -206,7 +208,7 @@ def sets_words(result: Mapping[str, Any], folder: object) -> str:
         whose = ("--client", "NAME") if own else ()
         how = command("predict", folder, "FILE", *whose, "--coverage", told["coverage"])
     unseen = "unseen_clients" in result and told["holds"] < told["coverage"]
-    why = ", fewer than promised, because no validation row is of these clients" if unseen else ""
+    why = ", fewer than promised, because no validation row is of these clients" if unseen else _by_chance(told)
     if least := told.get("least"):
         why += (
             f" (but only of {number_of(least['holds'], 'share')} of {counted(least['rows'], 'row')} of class "
@@ -218,6 +220,17 @@ def sets_words(result: Mapping[str, Any], folder: object) -> str:
         f"{counted(told['rows'], rows)}{why}, by {counted(told['validation_rows'], 'validation row')} at least: "
         f"{how}"
     )
+
+
+def _by_chance(told: Mapping[str, Any]) -> str:
+    """Return whether chance explains that sets hold the truth less often than promised; empty if they do not."""
+    missing, spread = told["coverage"] - told["holds"], told["coverage"] * (1 - told["coverage"])
+    if missing <= 0:
+        return ""
+    chance = 2 * math.sqrt(spread / max(told["rows"], 1) + spread / max(told["validation_rows"], 1))
+    if missing <= chance:
+        return ", which chance explains"
+    return ", fewer than chance explains: these rows are unlike the validation rows, so do not trust the sets on them"
 
 
 def of_target(result: Mapping[str, Any]) -> str:
