@@ -122,9 +122,7 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
         # a silo without any modality stays, for the check below
         kept = (holds.any(1) | ~torch.isin(silo, silo[holds.any(1)])).nonzero()[:, 0].tolist()
         train = of_clients(train, kept)
-        own_test, own_validation = (
-            None if own is None else of_clients(own, kept) for own in (own_test, own_validation)
-        )
+        own_test, own_validation = (p if p is None else of_clients(p, kept) for p in (own_test, own_validation))
         silo, holds = silo[kept], holds[kept]
     population = Population(
         columns=columns,
