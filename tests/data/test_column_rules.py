@@ -14,6 +14,9 @@ from torch.utils.data import Dataset
 import polyfed
 from polyfed.core.errors import DataError, EgressError, PolyfedError, RecipeError
 from polyfed.data.column_rules import rules_of
+from polyfed.data.reading.given import Given
+from polyfed.data.reading.objects import table_of
+from polyfed.data.sources import Npz, Table
 from polyfed.experiment.recipes.recipe import load_recipe, parse_recipe
 from polyfed.experiment.running.assembly import assemble, population_of
 from refusals import refuses, warned
@@ -493,3 +496,44 @@ def test_a_recipe_cannot_join_an_array_that_means_something_else(tmp_path: Path)
             table["data"]["modalities"]["person"] = ["sex", name]
             with refuses(PolyfedError, said):
                 check_arrays(parse_recipe(table), ("person", "scan"))
+
+
+LABS = pd.DataFrame(
+    {"crp": [1.0, None, 3.0, None] * 10, "wbc": [None, None, 5.0, 6.0] * 10, "age": [30.0, None, 50.0, 60.0] * 10}
+).assign(sex=["f", "m", "m", "f"] * 10, label=[0, 1] * 20)
+LAB_RULES = {"crp": "mean", "wbc": "mean", "age": "mean", "sex": "one-hot"}
+LAB_GROUPS = {"lab": ["crp", "wbc"], "age": ["age"], "sex": ["sex"]}
+
+
+@pytest.mark.parametrize("unmeasured", ["absent", "fill"])
+def test_a_row_without_any_measured_value_lacks_the_modality_unless_it_is_filled(
+    unmeasured: str, tmp_path: Path
+) -> None:
+    LABS.to_csv(tmp_path / "labs.csv", index=False)
+    arrays = {name: LABS[name].to_numpy() for name in LAB_RULES}
+    np.savez(
+        tmp_path / "labs.npz", label=LABS.label, **{k: v.astype(str) if k == "sex" else v for k, v in arrays.items()}
+    )
+    options = {"modalities": LAB_GROUPS, "columns": LAB_RULES, "test_share": 0.0, "unmeasured": unmeasured}
+    tables = {
+        "frame": table_of(LABS, Given(labels="label", **(options | {"columns": rules_of("columns", LAB_RULES)}))),
+        "csv": Table(path=str(tmp_path / "labs.csv"), **options).load(),
+        "npz": Npz(path=str(tmp_path / "labs.npz"), **options).load(),
+    }
+    gone = LABS.crp.isna() & LABS.wbc.isna()
+    for form, columns in tables.items():
+        lacks = {name: (~there).tolist() for name, there in columns.present.items()}
+        assert lacks == ({"lab": gone.tolist()} if unmeasured == "absent" else {}), form
+        assert any("only empty cells" in note for note in columns.notes) is (unmeasured == "absent"), form
+
+
+def test_new_rows_without_any_measured_value_lack_it_as_in_training() -> None:
+    new = LABS[:4].drop(columns="label")
+    each = {}
+    for unmeasured in ("absent", "fill"):
+        kwargs = {"modalities": LAB_GROUPS, "columns": LAB_RULES, "unmeasured": unmeasured}
+        done = polyfed.run(data=LABS, labels="label", rounds=1, clients=2, seed=1, **kwargs)
+        each[unmeasured] = done.predict(new)
+        assert done.models.rows.unmeasured == unmeasured
+    assert torch.isfinite(each["absent"]).all()
+    assert not torch.allclose(each["absent"][1], each["fill"][1])

@@ -38,6 +38,7 @@ VIEWS: dict[str, Any] = {
     "big endian": X.astype(">f8"),
     "big endian, short": X.astype(">f4"),
     "half": X.astype(np.float16),
+    "of a frame": pd.DataFrame(X)[[0, 1, 2]].to_numpy(),
     "long": X.astype(np.longdouble),
     "nested lists": X.tolist(),
     "a list of arrays": list(X),

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +20,7 @@ from polyfed.data import ClientsSpec, Columns, populate
 from polyfed.data.sources import Npz, Table
 from polyfed.experiment.recipes.first_recipe import starter
 from polyfed.experiment.recipes.from_data import make_recipe
+from polyfed.objective.report import moments, of_moments
 from polyfed.report import compare
 from refusals import refuses
 
@@ -152,13 +154,30 @@ def test_the_folds_test_every_person_once(folds: int) -> None:
 
 def test_compare_pools_the_folds_of_a_seed(tmp_path: Any) -> None:
     made = people(rounds=1, standardise=False)
+    columns = made.data.load()
+    right, who = [], []
     for fold in (1, 2):
         spec = replace(made.clients, partition="by-client", num=None, folds=2, fold=fold)
-        polyfed.run(replace(made, clients=spec), tmp_path / f"fold{fold}")
-    (row,) = compare([tmp_path / "fold1", tmp_path / "fold2"]).rows()
+        done = polyfed.run(replace(made, clients=spec), tmp_path / f"fold{fold}")
+        tested = populate(columns, spec, keys.key(made.seed, "population")).test_rows
+        guess = done.predict({m: column.values[tested] for m, column in columns.modalities.items()}).argmax(1)
+        right.append((guess == columns.label[tested]).double())
+        who.append(columns.client[tested])
+    found = compare([tmp_path / "fold1", tmp_path / "fold2"])
+    (row,) = found.rows()
     assert (row["n"], row["folds"]) == (2, ["fold=1", "fold=2"])
     assert row["label"] == "fedavg"
     assert "pooled.uar" in row
+    hits, people_of = torch.cat(right), torch.cat(who)
+    assert len(hits) == PEOPLE * WINDOWS, "each row is tested once"
+    units = [torch.tensor([len(own), own.sum(), len(own)]) for own in (hits[people_of == p] for p in range(PEOPLE))]
+    wanted = of_moments(moments(torch.stack(units).double()).tolist(), share=True, clusters=True)
+    assert wanted is not None
+    assert row["pooled.score"] == pytest.approx(float(hits.mean()))
+    assert (row["pooled.score.low"], row["pooled.score.high"]) == pytest.approx((wanted.low, wanted.high))
+    (column,) = (column for column in found.columns if column.name == "pooled.score")
+    assert column.title == "accuracy, folds pooled"
+    assert " to " in found.cell(found.groups[0], column)
 
 
 @pytest.mark.parametrize(

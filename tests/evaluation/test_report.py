@@ -1,6 +1,7 @@
 """The sums of an evaluation job: pooled they are those of all rows; AUROC and average precision keep their bounds."""
 
 import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -11,14 +12,21 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 from torch import Tensor
 
 from polyfed.core.batch import Batch
+from polyfed.evaluation.site_scores import _add_intervals
+from polyfed.evaluation.subsets import over_clients
 from polyfed.objective import Classification, MultiLabel, Objective, Ordinal, Regression
 from polyfed.objective.report import (
+    BOUNDS,
     LEVELS,
+    Estimate,
     auroc,
     average_precision,
+    bounds_of,
     by_client,
     coarsened,
     histograms,
+    moments,
+    of_moments,
     shown_columns,
     shown_groups,
     wilson,
@@ -226,3 +234,35 @@ def test_groups_that_repeat_a_class_or_each_other_are_hidden() -> None:
     assert found["a"].all()
     assert not found["b"].any()
     assert shown_columns({"a": across, "b": across.roll(2)}, y, 0)["b"].all(), "the owner's own rows"
+
+
+@pytest.mark.parametrize("metric", [*BOUNDS, "of my own"])
+def test_no_interval_leaves_the_range_of_its_metric(metric: str) -> None:
+    least, most = bounds_of(metric)
+    for value in (max(least, -0.9) + 0.01, min(most, 3.0) - 0.01):
+        rows = torch.tensor([[1.0, value - 9.0, 1.0], [1.0, value + 9.0, 1.0]], dtype=torch.float64)
+        told = of_moments(moments(rows).tolist(), share=False, clusters=True, metric=metric)
+        found = [told, Estimate(value, -9.0, 9.0).within(metric)]
+        ends = [by_client(value, [value - 9.0, value + 9.0], share=False, metric=metric)]
+        ends += [(one.low, one.high) for one in found if one is not None]
+        assert len(ends) == 3
+        for low, high in ends:
+            assert least <= low <= value <= high <= most
+    assert (metric == "of my own") == (least == -math.inf and most == math.inf)
+    assert over_clients([value - 9.0, value + 9.0], 2, metric)["low"] >= least
+
+
+def test_the_intervals_of_sites_have_no_negative_loss() -> None:
+    """Two sites with very different losses: the jackknife alone would give an interval around 0."""
+    objective = Classification()
+    sites = [objective.site_sums(scale * torch.eye(2)[[0, 1] * 4], two_classes()) for scale in (-9.0, 9.0)]
+    pooled = {"metrics": {n: e.facts() for n, e in objective.estimates(torch.stack(sites).sum(0)).items()}}
+    _add_intervals(objective, pooled, torch.stack(sites))
+    assert pooled["metrics"]["loss"]["clients"] == 2
+    for name, told in pooled["metrics"].items():
+        least, most = bounds_of(name)
+        assert least <= told["low"] <= told["high"] <= most, name
+
+
+def two_classes() -> Batch:
+    return Batch({}, torch.tensor([0, 1] * 4), torch.arange(8))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -305,3 +306,51 @@ def test_updates_that_are_not_of_this_run_are_refused_in_words(how: str, kept: P
     save_file({**tensors, **FOREIGN[how](name, tensors[name])}, path)
     with refuses(DataError, "updates of round"):
         contribution(tmp_path / "run")
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "uar", "loss"])
+def test_any_metric_of_the_task_is_divided_and_known_with_its_error(metric: str, tmp_path: Path) -> None:
+    done = polyfed.run(keeping(), tmp_path)
+    found = contribution(tmp_path, metric=metric)
+    known = done.result["metrics"]["validation"][metric]
+    assert found["metric"] == f"validation.{metric}"
+    assert found["rising"] is (metric != "loss")
+    assert found["run"] == pytest.approx(-known if metric == "loss" else known, abs=1e-5)
+    values = found["clients"]["players"]
+    assert math.fsum(line["value"] for line in values) == pytest.approx(found["all"] - found["none"], abs=1e-9)
+    assert all((line["error_of_rows"] is None) == (metric == "uar") for line in values)
+
+
+def test_a_metric_that_the_run_lacks_is_refused_with_those_it_has(tmp_path: Path) -> None:
+    polyfed.run(keeping(), tmp_path)
+    with refuses(RecipeError, "macro_f1"):
+        contribution(tmp_path, metric="macro-f1")
+
+
+def test_a_total_of_zero_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    polyfed.run(keeping(), tmp_path)
+    found = contribution(tmp_path)
+    for total in (found["none"], found["all"]):
+        monkeypatch.setattr("polyfed.experiment.contribution.contribution", lambda *_: found | {"all": total})  # noqa: B023
+        with refuses(SystemExit, "0"):
+            main(["contribution", str(tmp_path)])
+        assert ("sum to 0" in capsys.readouterr().out) is (total == found["none"])
+
+
+def test_the_printed_command_makes_a_run_whose_contributions_are_known(tmp_path: Path) -> None:
+    """A recipe of `polyfed init` keeps validation rows at the clients, beside which the server can have none."""
+    made = keeping()
+    own = replace(made.clients, validation=0.0, personal_validation=0.3)
+    sets = replace(made.algorithm.evaluation, conformal="split")
+    made = replace(made, clients=own, checkpoint=CheckpointSpec(), rounds=1)
+    made = replace(made, algorithm=replace(made.algorithm, evaluation=sets))
+    polyfed.run(made, tmp_path / "run")
+    with pytest.raises(DataError) as told:
+        contribution(tmp_path / "run")
+    words = shlex.split(str(told.value)[str(told.value).index("polyfed run") :])[1:]
+    assert "clients.personal_validation=0" in words
+    with refuses(SystemExit, "0"):
+        main([*words, "--quiet"])
+    assert contribution(tmp_path / "run-updates")["rows"] > 0

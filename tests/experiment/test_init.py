@@ -3,6 +3,7 @@
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -11,6 +12,7 @@ import pytest
 import polyfed
 from polyfed.cli import main
 from polyfed.core.errors import DataError, PolyfedError
+from polyfed.data import populate
 from polyfed.experiment.recipes.file_reading import read_file
 from polyfed.experiment.recipes.first_recipe import starter
 from polyfed.experiment.recipes.recipe import load_recipe
@@ -249,3 +251,65 @@ def test_a_refusal_lists_every_name_that_is_wrong_and_keeps_the_earlier_recipe(
     with pytest.raises(SystemExit):
         main([*words[:2], "--out", str(tmp_path / "none.toml"), "--label", "three"])
     assert "from before" not in capsys.readouterr().err
+
+
+CHOSEN = [
+    (["clients.test_clients=0.2"], {"test_clients": 0.2, "partition": "by-client"}),
+    (["clients.folds=3", "clients.fold=1"], {"folds": 3, "fold": 1}),
+    (
+        ["clients.partition=dirichlet", "clients.num=4"],
+        {"partition": "dirichlet", "num": 4, "personal_validation": 0.2},
+    ),
+    (["clients.validation=0.1"], {"validation": 0.1, "personal_validation": 0.0}),
+    (["clients.personal_test=0.3", "clients.row_split=blocks"], {"personal_test": 0.3, "row_split": "blocks"}),
+    (["clients.participation=0.5", "data.test_share=0.3"], {"participation": 0.5, "partition": "by-client"}),
+]
+
+
+@pytest.mark.parametrize(("options", "wanted"), CHOSEN, ids=lambda one: str(one))
+def test_options_of_clients_replace_the_guesses_that_they_contradict(
+    options: list[str], wanted: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "made.toml"
+    words = ["init", str(write(tmp_path, ".csv")), "--out", str(out)]
+    with refuses(SystemExit, "0"):
+        main([*words, *(word for option in options for word in ("--set", option))])
+    said, made = capsys.readouterr().out, load_recipe(out)
+    assert {key: getattr(made.clients, key) for key in wanted} == wanted
+    apart = {"test_clients", "folds", "row_split"} & {*wanted}
+    assert ("drawn as the test set" in said or "data.test_share=0.3" in options) is not bool(apart)
+    assert ("rows in training and in the test set" in said) is not bool(apart)
+    populate(made.data.load(), made.clients, 1)
+
+
+def test_options_of_other_sections_are_refused_with_commands_that_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["init", str(write(tmp_path, ".csv")), "--out", str(tmp_path / "my recipe.toml")]
+    with refuses(SystemExit, "2"):
+        main([*words, "--set", "train.lr=0.01", "--set", "rounds=1"])
+    said = capsys.readouterr().err
+    first, then = (shlex.split(part)[1:] for part in re.split(r", then ", said[said.index("polyfed init") :].strip()))
+    assert "train.lr=0.01" in then
+    for command in (first, [*then, "--quiet"]):
+        with refuses(SystemExit, "0"):
+            main(command)
+    with refuses(SystemExit, "2"):
+        main([*words, "--force", "--set", "clients.nom=3"])
+    assert "[clients] has no option 'nom'" in capsys.readouterr().err
+
+
+def test_copies_of_training_rows_in_the_test_set_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    draw = np.random.default_rng(0)
+    held = pd.DataFrame(draw.normal(size=(40, 2)), columns=["a_0", "a_1"]).assign(label=np.arange(40) % 2)
+    apart = held.assign(split=["train"] * 30 + ["test"] * 10)
+    copied = pd.concat([apart, apart[:3].assign(split="test")])
+    for name, rows, told in (("apart", apart, False), ("copied", copied, True)):
+        file, out = tmp_path / f"{name}.csv", tmp_path / f"{name}.toml"
+        rows.to_csv(file, index=False)
+        for words in (["init", str(file), "--out", str(out)], ["check", str(out)]):
+            with refuses(SystemExit, "0"):
+                main(words)
+            said = " ".join(capsys.readouterr().out.split())
+            assert ("3 of 13 test rows are equal to a training row" in said) is told, words
+            assert ("drop_duplicates" in said) is told

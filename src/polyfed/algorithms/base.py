@@ -78,6 +78,7 @@ from polyfed.evaluation.subsets import (
     Interval,
     SubsetScores,
     global_metrics,
+    moments_of,
     own_intervals,
     own_subset_scores,
     personal_metrics,
@@ -582,7 +583,8 @@ class Algorithm(ABC, Generic[S]):
         if not objective.BY_MODALITY:
             measured["unimodal"] = {m: one[objective.SCORE] for m, one in alone.items() if objective.SCORE in one}
         confusion = objective.confusion(replies[TEST].sums)
-        return Measured(measured, confusion=confusion, intervals=intervals)
+        moments = moments_of(replies[TEST].parts, replies[TEST].clusters)
+        return Measured(measured, confusion=confusion, intervals=intervals, moments=moments)
 
     def measured(self, scores: Scores, fed: Federation) -> tuple[dict[str, float], dict[str, Interval]]:
         """Compute the metrics from the scores of an evaluation client, and their rows and intervals."""

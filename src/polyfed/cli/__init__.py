@@ -9,6 +9,7 @@ The command and its verbs (subcommands), such as `run` in `polyfed run`:
 - `federation`: the verbs `app`, `submit`, `server`, `jobs`, `device`, `status`. `audit_log`: the verbs `audit-log` and
   `certify`.
 - `leakage`: the verb `audit`, which attacks the messages of a run.
+- `board`: the verbs `board pack`, `verify`, `code` and `page`.
 - `machine`: the verbs `doctor` and `completion`. `cluster`: job scripts for Slurm and Kubernetes.
 
 The other files of this folder define no verbs. They make the tables, texts and files that a verb prints or writes. Each
@@ -29,6 +30,7 @@ To add a verb, write a function with the decorator `@app.command()`.
 
 from polyfed.cli import (
     audit_log,
+    board,
     cluster,
     commands,
     comparison,
@@ -45,6 +47,7 @@ from polyfed.cli.application import app, main
 __all__ = [
     "app",
     "audit_log",
+    "board",
     "cluster",
     "commands",
     "comparison",

@@ -21,13 +21,16 @@ def contribution(
     orders: Annotated[
         int, typer.Option(metavar="N", min=2, help="Random orders, where there are too many players for exact values.")
     ] = 200,
+    metric: Annotated[
+        str, typer.Option(metavar="NAME", help="The metric, such as macro_f1 or loss. [default: the task's score]")
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Print the Shapley value of each client, modality and modality of a client, from the updates that a run kept."""
     from polyfed.experiment.contribution import contribution as of_run
     from polyfed.experiment.contribution import write
 
-    found = of_run(run, orders, lambda text: typer.echo(text, err=True))
+    found = of_run(run, orders, lambda text: typer.echo(text, err=True), metric)
     path = write(found, run)
     answer(found, *_tables(found), *_notes(found), f"numbers in {path}", as_json=as_json)
 
@@ -56,9 +59,19 @@ def _notes(found: Mapping[str, Any]) -> Iterator[str]:
         f"{found['metric']}{sign}, on {found['rows']:,} rows: {found['none']:.4f} without updates, {found['all']:.4f} "
         f"with all of them averaged again, {found['run']:.4f} of the run's own model"
     )
-    orders = " and of the random orders" * any(not found[game]["exact"] for game in TITLES)
-    clients = f" of {found['validation_clients']} clients" if found["validation_clients"] else ""
-    yield f"95 %: the error of the {found['rows']:,} validation rows{clients}{orders}; a value below it may be chance"
+    if abs(found["all"] - found["none"]) < 1e-9:
+        yield (
+            "all updates together leave the metric as it is, so the values sum to 0 and say nothing about who helped; "
+            "--metric names another, such as loss"
+        )
+    drawn = any(not found[game]["exact"] for game in TITLES)
+    if all(line["error_of_rows"] is None for game in TITLES for line in found[game]["players"]):
+        known = "only the error of the random orders" if drawn else "no error is known"
+        yield f"95 %: {known}, because this metric is no mean over rows"
+    else:
+        orders = " and of the random orders" * drawn
+        clients = f" of {found['validation_clients']} clients" if found["validation_clients"] else ""
+        yield f"95 %: the error of the {found['rows']:,} validation rows{clients}{orders}; below it may be chance"
     if found["groups"]:
         yield "secure aggregation: the server has only sums, so a player is the group of clients of a round"
     yield "audit: the largest advantage of an attack on this block (polyfed audit RUN), empty if it was not audited"

@@ -164,7 +164,7 @@ def init(
     leave_out: LeaveOut = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="data.key=value", help="An option of [data], as in data.separator=;"),
+        typer.Option("--set", metavar="section.key=value", help="Of [data] or [clients], as in data.separator=;"),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing recipe.")] = False,
     as_json: AsJson = False,

@@ -8,7 +8,7 @@ from typing import Any
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.base import Algorithm
 from polyfed.cli.printing import catalogue
-from polyfed.core.errors import PolyfedError, RecipeError, did_you_mean
+from polyfed.core.errors import PolyfedError, RecipeError, again, command, did_you_mean
 from polyfed.core.messages import DESTINATIONS, KINDS, LABELS
 from polyfed.core.problems import Problems, copied
 from polyfed.core.system.files import replace_text
@@ -47,14 +47,14 @@ def write_recipe(
         rules: the section [data.columns], or nothing.
         task: name of the task; if None, the labels determine the task.
         leave_out: columns or arrays that form no modality.
-        overrides: more options of [data], each as `data.key=value`.
+        overrides: more options of [data] and [clients], each as `section.key=value`.
         force: whether to replace the recipe `out`.
 
     Returns:
         Sentences about all guesses.
 
     Raises:
-        RecipeError: the file `out` exists already, or an override is not of [data].
+        RecipeError: the file `out` exists already, or an override is of another section.
         PolyfedError: the data cannot be read, or no labels or modalities are found in it.
     """
     if out.exists() and not force:
@@ -83,14 +83,18 @@ def _made(
     told: dict[str, Any] = {}
     for override in overrides:
         apply(told, override)
-    if strange := [name for name in told if name != "data"]:
+    if strange := [override for override in overrides if override.partition(".")[0] not in ("data", "clients")]:
+        others = [("--set", override) for override in strange]
+        first = again(otherwise=command("init", file, "--out", out), without=others)
+        then = command("run", out, *(word for option in others for word in option))
         raise RecipeError(
-            f"--set {strange[0]}...: init takes options of [data] only. Change the others in {out}, or give them to "
-            "check and run"
+            f"--set {strange[0]}: init takes options of [data] and [clients]. Give the others to the commands that "
+            f"read the recipe: {first}, then {then}"
         )
     known = told.get("data", {}) | {key: value for key, value in columns.items() if value is not None}
     ruled = {**known.get("columns", {}), **_dated(file, rules, known)}
-    return starter(file, known | ({"columns": ruled} if ruled else {}) | {"leave_out": leave_out}, task)
+    options = known | ({"columns": ruled} if ruled else {}) | {"leave_out": leave_out}
+    return starter(file, options, task, told.get("clients", {}))
 
 
 def _dated(file: Path, rules: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:

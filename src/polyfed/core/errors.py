@@ -6,7 +6,7 @@ shows as a failed `assert`.
 """
 
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -131,16 +131,17 @@ class Call:
     file: str
     options: tuple[tuple[str, ...], ...] = ()
 
-    def again(self, *more: tuple[str, ...], file: object = "") -> str:
+    def again(self, *more: tuple[str, ...], file: object = "", without: Collection[tuple[str, ...]] = ()) -> str:
         """Return the command with more options; each replaces the option that it contradicts.
 
         Args:
             file: another data file.
+            without: typed options to leave out.
 
         >>> Call("init", "a.csv", (("--out", "a.toml"), ("--column", "age=date"))).again(("--column", "age=mean"))
         'polyfed init a.csv --out a.toml --column age=mean'
         """
-        replaced = {_subject(option) for option in more}
+        replaced = {_subject(option) for option in (*more, *without)}
         kept = [option for option in self.options if _subject(option) not in replaced]
         return command(self.verb, file or self.file, *(word for option in (*kept, *more) for word in option))
 
@@ -163,10 +164,10 @@ def called(call: Call) -> Iterator[None]:
         _CALL.reset(token)
 
 
-def again(*more: tuple[str, ...], otherwise: str, file: object = "") -> str:
-    """Return the command that the user typed with more options, or `otherwise` if it reads no data file."""
+def again(*more: tuple[str, ...], otherwise: str, file: object = "", without: Collection[tuple[str, ...]] = ()) -> str:
+    """Return the command that the user typed with other options, or `otherwise` if it reads no data file."""
     call = _CALL.get()
-    return otherwise if call is None else call.again(*more, file=file)
+    return otherwise if call is None else call.again(*more, file=file, without=without)
 
 
 def typed_verb() -> str:

@@ -1,11 +1,14 @@
-"""Finds features that are copies of the labels. From such a feature, a model could simply read the answer."""
+"""Finds answers that leak: features that copy the labels, and test rows that also stand in training."""
 
+import math
 import warnings
+from collections.abc import Iterator
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
 
-from polyfed.core.errors import DataError, PolyfedWarning
+from polyfed.core.errors import DataError, PolyfedWarning, counted
 from polyfed.core.problems import Problems
 from polyfed.data.columns import Column, Columns
 
@@ -70,3 +73,43 @@ def _equal(column: Column, target: Tensor, rows: Tensor) -> list[int]:
             break
     found: list[int] = places.tolist()
     return found
+
+
+MOST_READ = 20_000_000
+"""The most numbers that `repeated_rows` reads, which takes a fraction of a second; larger tables are not compared."""
+
+
+def repeated_rows(columns: Columns, train: Tensor, test: Tensor) -> str:
+    """Return a sentence about the test rows that equal a training row in every feature, or "" if there are none.
+
+    Args:
+        columns: the table.
+        train: training rows, int64 (n,).
+        test: test rows, int64 (m,).
+    """
+    size = sum(math.prod(column.shape) for column in columns.modalities.values())
+    if size * (len(train) + len(test)) > MOST_READ or not len(test):
+        return ""
+    seen = {*_digests(columns, train)}
+    if not (count := sum(digest in seen for digest in _digests(columns, test))):
+        return ""
+    return (
+        f"{count:,} of {counted(len(test), 'test row', 'test rows')} {'is' if count == 1 else 'are'} equal to a "
+        "training row in every feature, so the score is also about rows that were seen. Remove the copies "
+        "(drop_duplicates in pandas), or keep them on one side with [data] split"
+    )
+
+
+def _digests(columns: Columns, rows: Tensor) -> Iterator[bytes]:
+    """Yield a digest of the features of each row; a modality that it lacks is empty."""
+    for piece in torch.split(rows, 4096):
+        values = {
+            name: column.raw(piece).reshape(len(piece), -1).contiguous().view(torch.uint8).numpy()
+            for name, column in columns.modalities.items()
+        }
+        there = {name: mask.cpu()[piece].tolist() for name, mask in columns.present.items()}
+        for place in range(len(piece)):
+            digest = blake2b(digest_size=16)
+            for name, taken in values.items():
+                digest.update(taken[place].tobytes() if name not in there or there[name][place] else name.encode())
+            yield digest.digest()

@@ -187,12 +187,15 @@ class Measured:
         intervals: group -> metric -> its rows and its interval of 95 %, as in result.json.
         confusion: the confusion matrix (C, C) of the server's test rows, or None. A method that evaluates several
             models there adds their matrices.
+        moments: the `moments` of the global model's score over test rows (`rows`) and over their natural clients
+            (`clients`), from which the score of several folds together follows, with its interval.
     """
 
     metrics: dict[str, dict[str, float]]
     personal: dict[int, float] = field(default_factory=dict)
     confusion: Tensor | None = None
     intervals: dict[str, dict[str, Interval]] = field(default_factory=dict)
+    moments: dict[str, list[float]] = field(default_factory=dict)
 
 
 def _exact(objective: Objective, rows: Sequence[Tree]) -> list[float]:

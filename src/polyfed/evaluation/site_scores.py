@@ -24,9 +24,8 @@ from polyfed.model import Model
 from polyfed.objective import Objective
 from polyfed.objective.report import (
     LEVELS,
-    NAMES,
+    SHARES,
     UNKNOWN,
-    WITHIN,
     at_levels,
     by_client,
     coarsened,
@@ -383,7 +382,7 @@ def _add_intervals(objective: Objective, pooled: dict[str, Any], sums: Tensor) -
     left = [objective.estimates(parts.sum(0) - part, draws=0) for part in parts]
     for name, told in pooled["metrics"].items():
         without = [one[name].value if name in one else math.nan for one in left]
-        if (ends := by_client(told["value"], without, share=name in SHARES)) is not None:
+        if (ends := by_client(told["value"], without, share=name in SHARES, metric=name)) is not None:
             error = told.get("error", 0.0)
             ends = (max(ends[0] - error, 0.0), min(ends[1] + error, 1.0)) if name in SHARES else ends
             told |= {"low_by_rows": told["low"], "high_by_rows": told["high"], "clients": len(sums)}
@@ -398,7 +397,8 @@ def _add_group_intervals(objective: Objective, pooled: dict[str, Any], lines: Te
         pooled: what `_of_site` returned, which this function changes.
         lines: the `groups` of each site, (K, G, 1 + W).
     """
-    scores = [told[objective.SCORE] for groups in pooled["groups"].values() for told in groups.values()]
+    score = objective.SCORE
+    scores = [told[score] for groups in pooled["groups"].values() for told in groups.values()]
     for told, line in zip(scores, lines.unbind(1), strict=True):
         some = line[line[:, 0] > 0]
         if told["value"] is None or len(parts := _in_parts(some)) < 2:
@@ -406,7 +406,7 @@ def _add_group_intervals(objective: Objective, pooled: dict[str, Any], lines: Te
         left = [some.sum(0) - part for part in parts]
         each = [objective.group_score(one[1:], float(one[0])) for one in left]
         without = [math.nan if one is None else one for one in each]
-        if (ends := by_client(told["value"], without, share=objective.SCORE in SHARES)) is not None:
+        if (ends := by_client(told["value"], without, share=score in SHARES, metric=score)) is not None:
             by_rows = {f"{end}_by_rows": told.get(end) for end in ("low", "high")}
             told |= by_rows | {"clients": len(some), "low": ends[0], "high": ends[1]}
 
@@ -421,12 +421,6 @@ def _in_parts(sums: Tensor) -> Tensor:
 MOST_SITES = 200
 """The largest number of groups that the jackknife leaves out; more sites are put into so many groups."""
 
-SHARES = (
-    *("accuracy", "exact_match", "top5", "uar", "macro_f1", "micro_f1", "c_index_within_sites", WITHIN, *NAMES),
-    *("recall1", "recall5", "recall10", "mrr"),
-)
-"""The metrics that lie in [0, 1]."""
-
 
 def _pooled(objective: Objective, sites: Sequence[SiteScores]) -> Tensor:
     """Return the sums of each site, (K, S), with every histogram at the coarsest level of a site."""
@@ -440,7 +434,11 @@ def _pooled(objective: Objective, sites: Sequence[SiteScores]) -> Tensor:
 
 def _of_site(objective: Objective, sums: Tensor, site: SiteScores, values: Values) -> dict[str, Any]:
     rows, groups, shares = float(site.num_rows), site.groups, site.shares.tolist() or UNKNOWN
-    metrics = {name: one.facts() for name, one in objective.estimates(sums.cpu(), shares).items()} if rows else {}
+    metrics = (
+        {name: one.within(name).facts() for name, one in objective.estimates(sums.cpu(), shares).items()}
+        if rows
+        else {}
+    )
     found = {"rows": int(rows), "support": objective.support(sums.cpu()) if rows else [], "metrics": metrics}
     lines = iter(groups.cpu())
     tables: dict[str, dict[str, Any]] = {}

@@ -274,7 +274,8 @@ def global_metrics(
 def _interval(
     objective: Objective, told: Sequence[float], of_clients: Sequence[float] | None, *, gain: bool
 ) -> tuple[float | None, Interval]:
-    how: dict[str, Any] = {"share": is_share_score(objective) and not gain, "least": -math.inf if gain else 0.0}
+    how: dict[str, Any] = {"share": is_share_score(objective.SCORE) and not gain}
+    how["metric"] = "" if gain else objective.SCORE
     rows = of_moments(told, clusters=False, **how)
     found: Interval = {"rows": round(told[0])}
     if rows is None:
@@ -286,23 +287,33 @@ def _interval(
     return rows.value, found
 
 
+MOST_MOMENTS = 2000
+"""The most numbers that `moments_of` returns for a kind of unit."""
+
+
+def moments_of(parts: Tensor, clusters: Tensor) -> dict[str, list[float]]:
+    """Return the moments of all rows, `rows` and `clients`, from the arguments of `global_metrics`; see `Measured`."""
+    units = {"rows": parts, "clients": clusters}
+    return {name: one[0].tolist() for name, one in units.items() if one.numel() and len(one[0]) <= MOST_MOMENTS}
+
+
 def _ends(one: Estimate, by: str) -> Interval:
     return {} if one.low is None or one.high is None else {f"low{by}": one.low, f"high{by}": one.high}
 
 
-def is_share_score(objective: Objective) -> bool:
-    """Return whether the main score is a share, as the accuracy."""
-    return objective.SCORE == "accuracy"
+def is_share_score(metric: str) -> bool:
+    """Return whether a main score is a share of rows, as the accuracy."""
+    return metric == "accuracy"
 
 
-def over_clients(scores: Sequence[float], rows: float, *, share: bool) -> Interval:
+def over_clients(scores: Sequence[float], rows: float, metric: str) -> Interval:
     """Return the interval of a mean of clients' scores: Student's t, which takes the clients as a sample of others."""
     found: Interval = {"rows": round(rows), "clients": len(scores)}
     if len(scores) < 2:
         return found
     values = torch.tensor(scores, dtype=torch.float64)
     half, mean = t_quantile(len(scores)) * float(values.std()) / math.sqrt(len(scores)), float(values.mean())
-    return found | _ends(around(mean, half, 0.0, 0.0, 1.0 if share else math.inf), "")
+    return found | _ends(around(mean, half).within(metric), "")
 
 
 def own_intervals(objective: Objective, scores: Mapping[int, float], rows: Mapping[int, float]) -> dict[str, Interval]:
@@ -318,7 +329,7 @@ def own_intervals(objective: Objective, scores: Mapping[int, float], rows: Mappi
     worst = (min if objective.RISING else max)(scores, key=lambda client: scores[client])
     total = sum(rows[client] for client in scores)
     return {
-        "mean": over_clients([*scores.values()], total, share=is_share_score(objective)),
+        "mean": over_clients([*scores.values()], total, objective.SCORE),
         "worst": {"rows": round(rows[worst])},
     }
 
@@ -415,7 +426,7 @@ def metrics_over_clients(
         if there:
             scores[subset] = sum(score for score, _ in there) / len(there)
             total = sum(rows for _, rows in there)
-            known[SUBSET + named(subset)] = over_clients([s for s, _ in there], total, share=is_share_score(objective))
+            known[SUBSET + named(subset)] = over_clients([s for s, _ in there], total, objective.SCORE)
     found = summary(which, fed.context.model.modalities, scores, rising=objective.RISING)
     if scores:
         worst = next(subset for subset, value in scores.items() if value == found[WORST])

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.batch import Batch
-from polyfed.core.errors import DataError, RecipeError
+from polyfed.core.errors import DataError, RecipeError, command, did_you_mean
 from polyfed.core.system.files import FACTS, LEAKAGE, RECIPE
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.evaluation.shapley import Shares, shapley
@@ -33,11 +33,13 @@ from polyfed.experiment.results.updates import kept_updates
 from polyfed.experiment.running.assembly import Assembly, assemble, facts_of
 from polyfed.experiment.running.constants import refuse_changes
 from polyfed.federation.client_registry import VALIDATION
+from polyfed.objective.base import UNDEFINED
 from polyfed.objective.report import Z, t_quantile
 from polyfed.report.formatting import seconds_of
 from polyfed.report.reading.egress import aggregate
 from polyfed.report.reading.run_folder import Folder
 from polyfed.report.reading.run_schema import LEAKAGE_AUDIT, RUN_FACTS
+from polyfed.report.scores import is_error
 from polyfed.training import SingleClientData
 
 CONTRIBUTION = "contribution.json"
@@ -60,6 +62,7 @@ class Worth:
         parts: the run, assembled again.
         updates: for each round, player -> its update.
         weights: player -> its weight in the mean.
+        metric: the metric; empty for the task's score.
         known: the values so far.
         rows: coalition -> what each validation row adds to the value, float32 (n,).
     """
@@ -67,8 +70,27 @@ class Worth:
     parts: Assembly
     updates: list[dict[str, Tree]]
     weights: Mapping[str, float]
-    known: dict[frozenset[Pair], float]
+    metric: str = ""
+    known: dict[frozenset[Pair], float] = field(default_factory=dict)
     rows: dict[frozenset[Pair], NDArray[np.float64]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The metric."""
+        return self.metric or self.parts.fed.context.objective.SCORE
+
+    @property
+    def rising(self) -> bool:
+        """Whether a larger value is better."""
+        objective = self.parts.fed.context.objective
+        return objective.RISING if self.name == objective.SCORE else not is_error(self.name)
+
+    @property
+    def of_rows(self) -> bool:
+        """Whether the metric is a mean over rows, so that the error of their choice is known."""
+        objective = self.parts.fed.context.objective
+        plain = self.name == "loss" and not getattr(objective, "class_weights", ())  # which the loss of a score lacks
+        return not objective.WHOLE and (plain or self.name == objective.SCORE)
 
     @property
     def pairs(self) -> list[Pair]:
@@ -105,6 +127,13 @@ class Worth:
                     w[name] += of[player][name] * (self.weights[player] / total)
         return w
 
+    def _rows(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Return what each row adds to the metric, a mean of ratios, float64 (B, 2, T)."""
+        objective = self.parts.fed.context.objective
+        if self.name == objective.SCORE:
+            return objective.row_scores(outputs, batch).cpu()
+        return torch.stack(objective.row_losses(outputs.double(), batch), 1).unsqueeze(-1).cpu()
+
     def score(self, w: Tree, read: set[str]) -> tuple[float, NDArray[np.float64]]:
         """Return the score of a model that reads these modalities, and what each row adds to it, (n,)."""
         parts = self.parts
@@ -112,19 +141,31 @@ class Worth:
         names = tuple(m for m in model.modalities if m in read) or model.modalities[:1]
         rows = parts.population.validation_rows
         view = SingleClientData(parts.engine.columns, rows, names, model, 0, 1, 1)
+        kept: list[tuple[Tensor, Tensor]] = []
 
         def step(total: tuple[Tensor | None, list[Tensor]], batch: Batch) -> tuple[Tensor, list[Tensor]]:
             if not read:
                 batch = replace(batch, present={names[0]: torch.zeros(len(batch.y), dtype=torch.bool)})
             outputs = objective.outputs(model, w, batch)
             found = objective.sums(outputs, batch)
-            each = [] if objective.WHOLE else [objective.row_scores(outputs, batch).cpu()]
+            each = [self._rows(outputs, batch)] if self.of_rows else []
+            if self.name in objective.exact:
+                kept.append((outputs, batch.y))
             return found if total[0] is None else total[0] + found, total[1] + each
 
         sums, each = view.fold(step, (None, []))
-        score = objective.measured(sums).get(objective.SCORE)
-        assert score is not None, "validation rows have a score"
-        sign = 1.0 if objective.RISING else -1.0
+        known = objective.measured(sums)
+        if kept:
+            outputs, y = (torch.cat(part).cpu() for part in zip(*kept, strict=True))
+            exact = objective.exact_scores(outputs, Batch({}, y, torch.arange(len(y))))
+            known |= {name: value for name, value in zip(objective.exact, exact, strict=True) if value != UNDEFINED}
+        score = known.get(self.name, math.nan)
+        if not math.isfinite(score):
+            raise RecipeError(
+                f"--metric {self.name} has no value for a model of this run on the {len(rows):,} validation rows; "
+                f"{did_you_mean(self.name, sorted({*known, *objective.exact} - {self.name}))}"
+            )
+        sign = 1.0 if self.rising else -1.0
         return sign * score, sign * _influences(each)
 
 
@@ -141,20 +182,22 @@ def _influences(each: list[Tensor]) -> NDArray[np.float64]:
 
 
 def contribution(
-    folder: str | Path, orders: int = 200, say: Callable[[str], None] = lambda text: None
+    folder: str | Path, orders: int = 200, say: Callable[[str], None] = lambda text: None, metric: str = ""
 ) -> dict[str, Any]:
-    """Return what each client, each modality and each modality of a client added to the score of a run.
+    """Return what each client, each modality and each modality of a client added to a metric of a run.
 
     Args:
         folder: the folder of a finished run with `[checkpoint] updates = true` and validation rows on the server.
         orders: the number of random orders, where there are too many players for exact values.
         say: called with a sentence about how long this takes at most, before the work begins.
+        metric: the metric, such as `macro_f1` or `loss`; by default the task's score.
 
     Returns:
         The content of contribution.json.
 
     Raises:
-        PolyfedError: the run is not finished, keeps no updates, has no global model, or has no validation rows.
+        PolyfedError: the run is not finished, keeps no updates, has no global model, has no validation rows, or no such
+            metric.
     """
     folder = Path(folder).expanduser()
     run = load_run(folder)
@@ -163,15 +206,15 @@ def contribution(
             f"{folder}: {run.models.algorithm} trains no global model whose updates could be averaged again"
         )
     recipe = load_recipe(folder / RECIPE)
-    updates = kept_updates(folder, len(run.rounds))
     recipe = replace(recipe, engine=replace(recipe.engine, name="sequential", device="cpu"))
     parts = assemble(recipe, folder=folder)
     refuse_changes(Folder(folder).json(FACTS, RUN_FACTS), facts_of(parts), folder, "cannot score coalitions")
+    cure = _run_again(parts, folder)
+    updates = kept_updates(folder, len(run.rounds), cure)
     _refuse_foreign(updates, parts, folder)
     if VALIDATION not in parts.fed.evaluation_clients:
         raise RecipeError(
-            f"{folder}: the server has no validation rows on which coalitions could be scored. Run it with [clients] "
-            "validation, as in --set clients.validation=0.1"
+            f"{folder}: the server has no validation rows on which coalitions could be scored. Run it with them: {cure}"
         )
     players = sorted({player for of in updates for player in of}, key=lambda k: [int(c) for c in k.split("+")])
     if not players:
@@ -181,14 +224,13 @@ def contribution(
     uniform = getattr(recipe.algorithm, "aggregation", "weighted") == "uniform"
     rows = parts.fed.clients.rows_of(parts.fed.clients)
     weights = {k: 1.0 if uniform else float(sum(rows[int(c)] for c in k.split("+"))) for k in players}
-    worth = Worth(parts, updates, weights, {})
+    worth = Worth(parts, updates, weights, metric)
     say(_duration(worth, players, orders))
     games = _games(worth, players, orders)
     everyone = frozenset(worth.pairs)
-    objective = parts.fed.context.objective
     found = {
-        "metric": f"validation.{objective.SCORE}",
-        "rising": objective.RISING,
+        "metric": f"validation.{worth.name}",
+        "rising": worth.rising,
         "rows": len(parts.population.validation_rows),
         "none": worth.of(frozenset()),
         "all": worth.of(everyone),
@@ -199,6 +241,17 @@ def contribution(
     codes = _clients_of_rows(parts)
     found |= {"validation_clients": 0 if codes is None else len(np.unique(codes))}
     return found | {name: _told(shares, folder, names, codes) for name, shares in games.items()}
+
+
+def _run_again(parts: Assembly, folder: Path) -> str:
+    """Return the command that makes a run of which contributions can be computed."""
+    wanted = ["checkpoint.updates=true"]
+    if VALIDATION not in parts.fed.evaluation_clients:
+        share = 0.1 if int(parts.population.train.sizes.max()) >= 10 else 0.5  # rounded down for each client
+        wanted += [f"clients.validation={share}"]
+        wanted += ["clients.personal_validation=0"] * bool(parts.recipe.clients.personal_validation)
+    options = (word for option in wanted for word in ("--set", option))
+    return command("run", folder / RECIPE, *options, "--out", folder.with_name(f"{folder.name}-updates"))
 
 
 def _duration(worth: Worth, players: list[str], orders: int) -> str:
@@ -220,10 +273,13 @@ def _clients_of_rows(parts: Assembly) -> NDArray[np.int64] | None:
     return codes.numpy() if 1 < len(names) < len(codes) else None
 
 
-def _error_of_rows(influences: NDArray[np.float64] | None, codes: NDArray[np.int64] | None) -> float:
-    """Return half the width of the 95 % interval that the choice of rows, or of their clients, gives a value."""
+def _error_of_rows(influences: NDArray[np.float64] | None, codes: NDArray[np.int64] | None) -> float | None:
+    """Return half the width of the 95 % interval that the choice of rows, or of their clients, gives a value, or None.
+
+    It is known only for a metric that is a mean over rows.
+    """
     if influences is None or not len(influences):
-        return 0.0
+        return None
     if codes is None:
         return Z * float(np.sqrt(np.square(influences).sum()))
     sums = np.bincount(codes, influences)
@@ -297,7 +353,8 @@ def _told(
             if (clients is None or client in clients) and (modality is None or block == modality)
         )
         of_orders, of_rows = shares.errors[player], _error_of_rows(shares.influences.get(player), codes)
-        line = {"player": list(player) if pair else player, "value": value, "error": math.hypot(of_orders, of_rows)}
+        error = math.hypot(of_orders, of_rows or 0.0)
+        line = {"player": list(player) if pair else player, "value": value, "error": error}
         line |= {"error_of_orders": of_orders, "error_of_rows": of_rows}
         if modality != player:
             number = pair[0] if pair else player

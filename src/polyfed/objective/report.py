@@ -8,7 +8,7 @@ average precision are narrower by a share that sites compute from their rows (`j
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,26 @@ BINS, REACH = 512, 64.0
 DRAWS = 400
 """Bootstrap samples of an interval."""
 
+SHARES = (
+    *("accuracy", "exact_match", "top5", "uar", "macro_f1", "micro_f1", "c_index", "c_index_within_sites", "auroc"),
+    *("auroc_within_sites", "average_precision", "acc7", "acc2", "acc2_with_zero", "f1"),
+    *("recall1", "recall5", "recall10", "mrr"),
+)
+"""The metrics that lie in [0, 1]."""
+
+BOUNDS = (
+    dict.fromkeys(SHARES, (0.0, 1.0))
+    | dict.fromkeys(("loss", "mae", "rmse"), (0.0, math.inf))
+    | dict.fromkeys(("pearson", "concordance", "weighted_kappa"), (-1.0, 1.0))
+    | {"r2": (-math.inf, 1.0)}
+)
+"""The range of each metric that has one. No interval leaves it."""
+
+
+def bounds_of(metric: str) -> tuple[float, float]:
+    """Return the smallest and the largest value that a metric can have."""
+    return BOUNDS.get(metric, (-math.inf, math.inf))
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -42,6 +62,13 @@ class Estimate:
     low: float | None = None
     high: float | None = None
     error: float = 0.0
+
+    def within(self, metric: str) -> "Estimate":
+        """Return the estimate with its interval cut to the range of the metric."""
+        if self.low is None or self.high is None:
+            return self
+        least, most = bounds_of(metric)
+        return replace(self, low=max(self.low, least), high=min(self.high, most))
 
     def facts(self) -> dict[str, Any]:
         """Return the estimate as an object of result.json."""
@@ -97,7 +124,7 @@ def moments(values: Tensor) -> Tensor:
     return torch.cat([(rows > 0).sum(-1, keepdim=True).double(), sums.sum(-2), products.flatten(-2)], -1)
 
 
-def of_moments(numbers: Sequence[float], *, share: bool, clusters: bool, least: float = 0.0) -> Estimate | None:
+def of_moments(numbers: Sequence[float], *, share: bool, clusters: bool, metric: str = "") -> Estimate | None:
     """Return a score with its interval from `moments` of `Objective.row_scores`; None if the score is undefined.
 
     The variance of a mean of ratios a_t / b_t is that of its linear part, the sum over units of
@@ -108,9 +135,9 @@ def of_moments(numbers: Sequence[float], *, share: bool, clusters: bool, least: 
 
     Args:
         numbers: the moments, 1 + W + W * W.
-        share: whether the score is a share.
+        share: whether the score is a share of rows.
         clusters: whether the units are clusters of rows.
-        least: the smallest possible value of a score that is no share.
+        metric: the name of the score, whose range no interval leaves.
     """
     told = torch.tensor([float(number) for number in numbers], dtype=torch.float64)
     width = round((math.sqrt(4 * len(told) - 3) - 1) / 2)
@@ -128,7 +155,7 @@ def of_moments(numbers: Sequence[float], *, share: bool, clusters: bool, least: 
     if clusters:
         spread, quantile = spread * units / (units - 1), t_quantile(round(units))
     if not share:
-        return around(value, quantile * math.sqrt(spread), low=least)
+        return around(value, quantile * math.sqrt(spread)).within(metric)
     independent = value * (1 - value) / spread if spread > 1e-15 and 0 < value < 1 else units
     found = wilson(value * independent, independent, quantile)
     return Estimate(value, found.low, found.high)
@@ -358,7 +385,7 @@ UNKNOWN = (1.0, 1.0)
 """The shares of `ranked` where nothing is known: the widest intervals."""
 
 
-def by_client(value: float, without: Sequence[float], *, share: bool) -> tuple[float, float] | None:
+def by_client(value: float, without: Sequence[float], *, share: bool, metric: str = "") -> tuple[float, float] | None:
     """Return the interval of a metric over clients: the jackknife that leaves out one client at a time.
 
     With Student's t of K - 1 degrees of freedom, it takes the clients as a sample of others (Efron and Stein, Annals of
@@ -368,6 +395,7 @@ def by_client(value: float, without: Sequence[float], *, share: bool) -> tuple[f
         value: the metric of all rows.
         without: the metric without each of the K clients.
         share: whether the metric lies in [0, 1].
+        metric: its name, whose range the interval does not leave.
     """
     known = np.array([one for one in without if math.isfinite(one)])
     if len(known) < 2:
@@ -375,7 +403,8 @@ def by_client(value: float, without: Sequence[float], *, share: bool) -> tuple[f
     spread = float((len(known) - 1) / len(known) * np.square(known - known.mean()).sum())
     quantile = t_quantile(len(known))
     if not share:
-        return value - quantile * math.sqrt(spread), value + quantile * math.sqrt(spread)
+        least, most = bounds_of(metric)
+        return max(value - quantile * math.sqrt(spread), least), min(value + quantile * math.sqrt(spread), most)
     independent = value * (1 - value) / spread if spread > 1e-15 and 0 < value < 1 else float(len(known))
     found = wilson(value * independent, independent, quantile)
     assert found.low is not None

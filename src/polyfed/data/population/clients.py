@@ -86,6 +86,11 @@ class ClientsSpec:
             set, as with `test_clients`.
         fold: The part of `folds` that is tested, from 1. `polyfed sweep` runs all of them, and `polyfed compare` pools
             them.
+        row_split: How the shares of `personal_test`, `personal_validation` and `validation` are drawn: "random", or
+            "blocks", in which each natural client's last rows of every class, in the order of the table, are held out,
+            for rows in time that overlap or follow each other.
+        guard_rows: With "blocks": rows on both sides of a block that are left out; 1 for windows that overlap by half,
+            3 by three quarters.
         validation_clients: Share of the natural clients that do not train either, and whose rows are the validation
             rows, so that settings are also chosen on unseen people.
         seed: Seed of partition, validation split and modality assignment, by default the run's. Set it to repeat a run
@@ -129,6 +134,8 @@ class ClientsSpec:
     test_clients: float | list[int | str] | None = None
     folds: Annotated[int | None, AT_LEAST_TWO] = None
     fold: Annotated[int | None, AT_LEAST_ONE] = None
+    row_split: Literal["random", "blocks"] = "random"
+    guard_rows: Annotated[int, NOT_NEGATIVE] = 1
     validation_clients: Annotated[float, BELOW_ONE] = 0.0
     seed: Annotated[int | None, NOT_NEGATIVE] = None
     validation: Annotated[float, BELOW_ONE] = 0.0
@@ -162,6 +169,17 @@ class ClientsSpec:
         return any(any(one.values()) if isinstance(one, Mapping) else bool(one) for one in given)
 
     @property
+    def drawn_shares(self) -> dict[str, float]:
+        """Option -> the share of training rows that it holds out, from the test rows on; without those that are 0."""
+        own = self.personal_test if isinstance(self.personal_test, float | int) else 0.0
+        shares = {
+            "personal_test": own,
+            "validation": self.validation,
+            "personal_validation": self.personal_validation,
+        }
+        return {option: share for option, share in shares.items() if share}
+
+    @property
     def idle(self) -> dict[str, str]:
         """Return every option of a partition and of `missing_rows` that has no effect, with what makes it idle."""
         found = self._idle_partitions()
@@ -169,6 +187,10 @@ class ClientsSpec:
             found["missing_rows_concentration"] = f"missing_rows_pattern = '{self.missing_rows_pattern}'"
         if self.missing_rows_pattern != "spans":
             found["missing_rows_span"] = f"missing_rows_pattern = '{self.missing_rows_pattern}'"
+        if not self.drawn_shares:
+            found["row_split"] = "no share for personal_test, personal_validation or validation"
+        if self.row_split == "random" or not self.drawn_shares:
+            found["guard_rows"] = "row_split = 'random'" if self.drawn_shares else found["row_split"]
         if not self.loses_rows:
             options = ("pattern", "concentration", "span", "empty")
             found |= dict.fromkeys((f"missing_rows_{option}" for option in options), "missing_rows = 0")

@@ -10,7 +10,7 @@ from torch import Tensor
 from polyfed.core import keys
 from polyfed.core.errors import DataError, PolyfedWarning, RecipeError, counted
 from polyfed.data.column_fitting import Statistics, fitted_to
-from polyfed.data.columns import GUARD, OWN_TEST, TEST, TRAIN, VALIDATION, Columns, check_finite
+from polyfed.data.columns import GUARD, OWN_TEST, OWN_TRAIN, TEST, TRAIN, VALIDATION, Columns, check_finite
 from polyfed.data.partitions.base import Partition, refuse_targets
 from polyfed.data.partitions.by_client import ByClient, natural_clients
 from polyfed.data.partitions.shards import Shards
@@ -18,6 +18,7 @@ from polyfed.data.population.clients import ClientsSpec
 from polyfed.data.population.missing_rows import lost_rows
 from polyfed.data.population.modality_assignment import assign, devices_per_silo
 from polyfed.data.population.silo_devices import dealt_to_devices, of_clients
+from polyfed.data.population.splits import held_out_blocks
 from polyfed.data.population.unseen_clients import held_out
 
 
@@ -91,14 +92,17 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
     """
     check_finite(columns)
     columns = held_out(columns, clients, key)
-    train, own_test, validation, by_owner = _split(columns, clients, clients.build_partition(), key)
+    roles = _roles(columns, clients)
+    columns = _with_note(columns, clients, roles)
+    train, own_test, validation, by_owner = _split(columns, roles, clients, key)
     own_validation = validation if by_owner and len(validation.rows) else None
     every = torch.cat([columns.rows(VALIDATION), validation.rows]).sort().values
     pooled = columns.rows(VALIDATION) if clients.personal_validation else every
     if clients.measure_on == "validation" and clients.personal_validation:
         own_test = own_validation
     elif clients.measure_on == "validation":
-        train, own_test = _own_validation(train, own_test, pooled, clients, key)
+        in_blocks = validation if clients.row_split == "blocks" else None
+        train, own_test = _own_validation(train, own_test, pooled, in_blocks, clients, key)
     silo = None
     if clients.partition == "silos":
         names = tuple(columns.modalities)
@@ -145,35 +149,42 @@ def with_fitted_columns(population: Population) -> Population:
     return replace(population, columns=columns, told=tuple(told) if any(told) else ())
 
 
+OWN_VALIDATION = 3
+"""The role of a row that blocks hold out for validation, next to those of `Columns.split_personal`."""
+
+
 def _split(
-    columns: Columns, clients: ClientsSpec, partition: Partition, key: int
+    columns: Columns, roles: Tensor, clients: ClientsSpec, key: int
 ) -> tuple[Shards, Shards | None, Shards, bool]:
     """Return training rows, own test rows and validation rows, and whether the latter are listed by client.
 
-    If each natural client is cut into several clients, the validation rows are listed by natural client.
+    If each natural client is cut into several clients, random validation rows are listed by natural client.
     """
-    own_test, trainable = _roles(columns, clients)
-    rows = (trainable | own_test).nonzero()[:, 0].numpy()
+    partition = clients.build_partition()
+    rows = ((roles >= 0) & (roles != GUARD)).nonzero()[:, 0].numpy()
     val_key, part_key, own_key = (keys.key(key, part) for part in ("validation", "partition", "own test"))
-    validation, natural = None, isinstance(partition, ByClient)
-    if isinstance(partition, ByClient):
+    validation, natural = None, isinstance(partition, ByClient) and clients.row_split == "random"
+    if natural:
         owners = Shards.of(natural_clients(columns, rows))
-        validation = owners.where(trainable[owners.rows]).held_out(clients.validation, val_key)[1]
+        validation = owners.where(roles[owners.rows] == OWN_TRAIN).held_out(clients.validation, val_key)[1]
         left = np.ones(len(columns), dtype=np.bool_)
         left[validation.rows.numpy()] = False
         rows = rows[left[rows]]
     shards = Shards.of(partition.split(columns, rows, part_key))
     _check_partition(partition, shards, rows, len(columns))
-    train, marked = shards.where(trainable[shards.rows]), shards.where(own_test[shards.rows])
-    if validation is None or clients.personal_validation:
+    of_rows = roles[shards.rows]
+    train, marked = shards.where(of_rows == OWN_TRAIN), shards.where(of_rows == OWN_TEST)
+    if clients.row_split == "blocks":
+        validation = shards.where(of_rows == OWN_VALIDATION)
+    elif validation is None or clients.personal_validation:
         train, validation = train.held_out(clients.personal_validation or clients.validation, val_key)
     by_owner = not natural or len(validation) == len(train)
     if clients.personal_test is None:
         return train, None, validation, by_owner
-    if clients.personal_test == "split_personal":
-        return train, marked, validation, by_owner
     if clients.personal_test == "matched":
         return train, matched(columns, train, own_key), validation, by_owner
+    if clients.personal_test == "split_personal" or clients.row_split == "blocks":
+        return train, marked, validation, by_owner
     if columns.split_personal is not None and bool((columns.split_personal == GUARD).any()):
         warnings.warn(
             f"clients.personal_test = {clients.personal_test:g} draws test rows at random, and data '{columns.name}' "
@@ -186,9 +197,11 @@ def _split(
 
 
 def _own_validation(
-    train: Shards, own_test: Shards | None, pooled: Tensor, clients: ClientsSpec, key: int
+    train: Shards, own_test: Shards | None, pooled: Tensor, in_blocks: Shards | None, clients: ClientsSpec, key: int
 ) -> tuple[Shards, Shards | None]:
     """Replace each client's own test rows with a share of its training rows. Return the remaining and the moved rows.
+
+    If the validation rows of each client are blocks, these are its own too, since other training rows are beside them.
 
     Raises:
         RecipeError: there are no validation rows to measure on.
@@ -199,8 +212,8 @@ def _own_validation(
             "clients.validation = 0.1",
             ("clients", "measure_on"),
         )
-    if own_test is None:
-        return train, None
+    if own_test is None or in_blocks is not None:
+        return train, None if own_test is None else in_blocks
     return train.held_out(clients.validation, keys.key(key, "own validation"))
 
 
@@ -258,22 +271,40 @@ def _rounded(share: Tensor, size: Tensor) -> Tensor:
     return exact.floor() + (rank < (size - exact.floor().sum(1))[:, None])
 
 
-def _roles(columns: Columns, clients: ClientsSpec) -> tuple[Tensor, Tensor]:
-    """Return two masks, bool (N,): the rows that the data marks as test rows of a client, and the training rows.
+def _roles(columns: Columns, clients: ClientsSpec) -> Tensor:
+    """Return what each row is to its client, int8 (N,): a code of `Columns.split_personal`, or `OWN_VALIDATION`.
 
-    The first mask is empty unless `personal_test` is `split_personal`. Guard rows are in neither mask.
+    Rows that are no training rows of the table have -1. Random shares are drawn after the partition, so their rows are
+    training rows here.
     """
-    train = columns.split.cpu() == TRAIN
-    if clients.personal_test != "split_personal":
-        return torch.zeros_like(train), train
-    if columns.split_personal is None:
-        raise RecipeError(
-            f"clients.personal_test = 'split_personal', but data '{columns.name}' has no such array; give a "
-            "share, such as 0.25, or 'matched'",
-            ("clients", "personal_test"),
-        )
-    codes = columns.split_personal.cpu()
-    return train & (codes == OWN_TEST), train & (codes != OWN_TEST) & (codes != GUARD)
+    roles = torch.where(columns.split.cpu() == TRAIN, OWN_TRAIN, -1).to(torch.int8)
+    if clients.personal_test == "split_personal":
+        if columns.split_personal is None:
+            raise RecipeError(
+                f"clients.personal_test = 'split_personal', but data '{columns.name}' has no such array; give a "
+                "share, such as 0.25, or 'matched'",
+                ("clients", "personal_test"),
+            )
+        roles = torch.where(roles == OWN_TRAIN, columns.split_personal.cpu().to(torch.int8), roles)
+    if clients.row_split == "random":
+        return roles
+    shares = clients.drawn_shares
+    blocks = [(OWN_TEST if option == "personal_test" else OWN_VALIDATION, share) for option, share in shares.items()]
+    return held_out_blocks(columns, roles, blocks, clients.guard_rows)
+
+
+def _with_note(columns: Columns, clients: ClientsSpec, roles: Tensor) -> Columns:
+    """Return the table with a note about the rows beside blocks, which are left out."""
+    if clients.row_split == "random" or not clients.drawn_shares:
+        return columns
+    count = int((roles == GUARD).sum())
+    beside = counted(count, "row beside them is", "rows beside them are")
+    of = "class of each client" if columns.client is not None else "class"
+    note = (
+        f"the last rows of each {of}, in the order of the table, are held out for {' and '.join(clients.drawn_shares)} "
+        f"(row_split), and {beside} left out (guard_rows = {clients.guard_rows})"
+    )
+    return replace(columns, notes=(*columns.notes, note))
 
 
 def _holds(columns: Columns, clients: ClientsSpec, train: Shards, key: int) -> Tensor:

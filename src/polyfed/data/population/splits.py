@@ -1,11 +1,13 @@
-"""Draws test sets and subsets with the seed of a source, so that they are the same in every run."""
+"""Test sets and subsets: drawn with the seed of a source, so that they are the same in every run, or blocks of rows."""
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from polyfed.core import keys
-from polyfed.data.columns import TEST, TRAIN
+from polyfed.data.columns import GUARD, OWN_TRAIN, TEST, TRAIN, Columns
 
 
 def stratified(label: Tensor, share: float, key: int) -> Tensor:
@@ -60,3 +62,53 @@ def subset(label: Tensor, split: Tensor, share: float, key: int) -> Tensor:
         return torch.arange(len(label))
     group = label * 4 + split.to(torch.int64)
     return (stratified(group, share, key) == TEST).nonzero()[:, 0]
+
+
+def held_out_blocks(columns: Columns, roles: Tensor, shares: Sequence[tuple[int, float]], guard: int) -> Tensor:
+    """Hold out the last rows of each class of each natural client, and leave out the rows beside such a block.
+
+    Random rows of a recording leak: each has a neighbour, of which it may even share a part, on the other side.
+
+    Args:
+        columns: the table. Without natural clients, all rows are one sequence; targets are one class.
+        roles: int8 (N,), the role of each row: `OWN_TRAIN`, another one, or -1 for rows that are not considered.
+        shares: the role and the share of each block, the last block first. The shares are of a client's rows with the
+            role `OWN_TRAIN`, rounded down.
+        guard: how many rows on both sides of a block, in the order of the client's rows, become `GUARD`.
+
+    Returns:
+        The new roles, int8 (N,).
+    """
+    found = roles.numpy().copy()
+    client = np.zeros(len(columns), np.int64) if columns.client is None else columns.client.cpu().numpy()
+    label = columns.label.cpu()
+    classes = np.zeros(len(columns), np.int64) if label.is_floating_point() else label.numpy()
+    free = np.flatnonzero(found == OWN_TRAIN)
+    order = free[np.lexsort((free, classes[free], client[free]))]
+    first = _starts(client[order])
+    place, begin, end = np.arange(len(order)) - first, _starts(client[order], classes[order]) - first, first * 0
+    end = len(order) - _starts(client[order][::-1], classes[order][::-1])[::-1] - first
+    left = end - place  # of the rows of this class, from this one on
+    for role, share in shares:
+        # 1e-9: 0.29 * 100 must give 29 rows, but is 28.999999999999996 in binary
+        count = np.floor(share * end + 1e-9) - np.floor(share * begin + 1e-9)
+        found[order[(left > 0) & (left <= count)]] = role
+        left = left - count
+    rows = np.flatnonzero(found >= 0)
+    rows = rows[np.lexsort((rows, client[rows]))]
+    ranks = np.zeros(len(rows), np.int64)
+    for rank, (role, _) in enumerate(reversed(shares), 1):
+        ranks[found[rows] == role] = rank
+    for away in range(1, min(guard, len(rows) - 1) + 1):
+        before, after = rows[:-away], rows[away:]
+        same, step = client[before] == client[after], ranks[away:] - ranks[:-away]
+        found[before[same & (step > 0)]] = GUARD
+        found[after[same & (step < 0)]] = GUARD
+    return torch.from_numpy(found)
+
+
+def _starts(*keys_of: np.ndarray) -> np.ndarray:
+    """Return for each entry of sorted arrays the first place with the same values."""
+    new = np.ones(len(keys_of[0]), np.bool_)
+    new[1:] = np.any([key[1:] != key[:-1] for key in keys_of], 0)
+    return np.maximum.accumulate(np.where(new, np.arange(len(new)), 0))

@@ -27,7 +27,7 @@ from polyfed.data.reading.column_guess import (
     text_among,
 )
 from polyfed.data.reading.draft import Draft
-from polyfed.data.reading.given import Given, Modalities, Partial
+from polyfed.data.reading.given import Given, Modalities
 from polyfed.data.reading.row_facts import as_array, ordered_words
 from polyfed.data.reading.values import array_of, is_missing, option
 from polyfed.data.whole_columns import as_cells, read_cells
@@ -304,7 +304,7 @@ def values_of(frame: "pd.DataFrame", group: Sequence[str], where: str, given: Gi
     problems.raise_all()
     values = np.stack([column for column in read if column is not None], 1)
     if any(ruled):
-        return _of_codes(frame, features, values, where, partial)
+        return _of_codes(frame, features, values, where, given)
     if is_numbered(group) and all(frame[column].dtype.kind in "iu" for column in group):
         return Read(values.astype(np.int64), np.ones(len(frame), np.bool_), "")  # as in arrays, these may be token ids
     empty: NDArray[np.bool_] = np.isnan(values)
@@ -431,29 +431,44 @@ def _codes(frame: "pd.DataFrame", feature: Feature, where: str, otherwise: str) 
 
 
 def _of_codes(
-    frame: "pd.DataFrame", features: Sequence[Feature], values: NDArray[np.float64], where: str, partial: Partial
+    frame: "pd.DataFrame", features: Sequence[Feature], values: NDArray[np.float64], where: str, given: Given
 ) -> Read:
     """Return the values of a modality with rules. Only cells to which no rule gives a meaning are holes.
 
-    A row lacks the modality if all of its cells are empty and a rule does not fill all of them.
+    A row lacks the modality if all of its cells are empty, except where `fills_rows` says that rules fill them.
     """
     fills = np.array([feature.rule is not None and feature.rule.fills for feature in features])
     empty = frame[[feature.column for feature in features]].isna().to_numpy()
-    there: NDArray[np.bool_] = ~empty.all(1) | fills.all()
+    there: NDArray[np.bool_] = ~empty.all(1) | fills_rows(features, given)
     holes = empty & ~fills & there[:, None]
     partly: NDArray[np.bool_] = holes.any(1)
     note = cure = ""
+    if fills.all() and (gone := int((~there).sum())):
+        note = (
+            f"{counted(gone, 'row has', 'rows have')} only empty cells, which makes it missing there (unmeasured = "
+            "'absent'; 'fill' gives them the means)"
+        )
     if partly.any():
         row = int(partly.argmax())
         column = features[int(holes[row].argmax())].column
         cure = filling(frame, [f.column for place, f in enumerate(features) if holes[:, place].any()][:MOST_NAMED])
         count = counted(int(partly.sum()), "row has", "rows have")
         note = f"{count} an empty cell to which [data.columns] gives no meaning, first row {row}, '{column}'"
-        if partial == "refuse":
+        if given.partial == "refuse":
             raise DataError(f"{where}: {note}. Fill it in, set partial = 'absent', or write {cure}")
         note += "; such rows count as rows without it"
         there = there & ~partly
-    return Read(np.where(there[:, None], values, 0.0), there, note, partly if note else None, tuple(features), cure)
+    cut = partly if partly.any() else None
+    return Read(np.where(there[:, None], values, 0.0), there, note, cut, tuple(features), cure)
+
+
+def fills_rows(features: Sequence[Feature], given: Given) -> bool:
+    """Return whether a row has the modality even if all of its cells are empty.
+
+    A rule that fills empty cells would have no effect on a modality of one column, if such a row lacked it.
+    """
+    fills = all(feature.rule is not None and feature.rule.fills for feature in features)
+    return bool(features) and fills and (given.unmeasured == "fill" or len(features) == 1)
 
 
 def filling(frame: "pd.DataFrame", columns: Sequence[str]) -> str:

@@ -18,6 +18,7 @@ from polyfed.data.reading.values import Layout
 
 Partial = Literal["refuse", "absent"]
 EmptyRows = Literal["refuse", "leave-out"]
+Unmeasured = Literal["absent", "fill"]
 Modalities = Mapping[str, str | Sequence[str]]
 
 ROLES = ("labels", "clients", "split", "split_personal")
@@ -43,6 +44,7 @@ class Given:
         layout: modality -> axes of a sample, for modalities where the guess is wrong; see `laid_out`.
         partial: what to do with rows of a table that have only some cells of a modality.
         empty_rows: what to do with rows that lack every modality, or their class.
+        unmeasured: what a row is in which every cell of a modality is empty and rules fill each.
         standardise: the modalities to standardise; see `Columns.standardise`.
         test_share: share of every class that becomes the test set, if there is no split.
         seed: seed for drawing that test set.
@@ -65,6 +67,7 @@ class Given:
     layout: Mapping[str, Layout] | None = None
     partial: Partial = "refuse"
     empty_rows: EmptyRows = "refuse"
+    unmeasured: Unmeasured = "absent"
     standardise: Standardise = "uneven"
     test_share: Annotated[float, BELOW_ONE] = 0.2
     seed: int = 0
@@ -100,7 +103,7 @@ class Given:
         Raises:
             RecipeError: an option has an invalid type or value. The message lists all such options.
         """
-        names = ("class_names", "layout", "partial", "empty_rows", "standardise", "test_share")
+        names = ("class_names", "layout", "partial", "empty_rows", "unmeasured", "standardise", "test_share")
         options: dict[str, Any] = {name: getattr(self, name) for name in names}
         if options["layout"] is not None:
             _refuse_no_dictionary("layout", options["layout"], "'HWC'")

@@ -3,6 +3,7 @@
 import io
 import math
 import shlex
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -265,7 +266,9 @@ def tensor_of(array: Any) -> Tensor:
     array = np.asarray(array).astype(_SUBSTITUTES.get(native.name, native), copy=False)
     if any(stride < 0 for stride in array.strides):  # PyTorch cannot step backwards, as in x[::-1]
         array = np.ascontiguousarray(array)
-    return torch.from_numpy(array)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nothing writes into it
+        return torch.from_numpy(array)
 
 
 def laid_out(values: Tensor, layout: str | None, where: str) -> Column:

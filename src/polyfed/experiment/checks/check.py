@@ -10,6 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from polyfed.algorithms import NAMED, Averaging
 from polyfed.core.errors import EgressError, PolyfedWarning, RecipeError, TooFewReplies
 from polyfed.core.messages import DESTINATIONS, KINDS, LABELS, OF_THE_MODEL
@@ -18,6 +20,7 @@ from polyfed.core.request import Request, Send
 from polyfed.core.tree import SHARED
 from polyfed.data import Population
 from polyfed.data.column_fitting import features_of
+from polyfed.data.leaked_labels import repeated_rows
 from polyfed.engines.workers.cluster import STORE_SHARE, facts, size_of
 from polyfed.experiment.checks.check_result import CheckResult, Planned
 from polyfed.experiment.checks.check_tables import check_tables
@@ -76,12 +79,19 @@ def check(recipe: Recipe | str | Path, population: Population | None = None) -> 
         fixes=tuple(fixes_of(refused, assembly.policy, assembly.fed.clients.modalities)),
         not_in_ledger=tuple(not_in_ledger(assembly)),
         private=private_sizes(assembly),
-        guesses=assembly.guesses,
+        guesses=(*assembly.guesses, *filter(None, [_repeated_rows(assembly.population)])),
         privacy=None if guarantee is None else guarantee.facts(guarantee.rounds),
         promises=() if guarantee is None else tuple(guarantee.sentences()),
         node_needs=tuple(_node_needs(assembly)),
         failure_code=code,
     )
+
+
+def _repeated_rows(population: Population) -> str:
+    """Return the sentence about test rows that also train, of the server and of clients."""
+    own = [population.test_rows] if population.test is None else [population.test_rows, population.test.rows]
+    test, train = torch.unique(torch.cat(own)), torch.unique(population.train.rows)
+    return "" if bool((train < 0).any()) else repeated_rows(population.columns, train, test)
 
 
 def _why(refused: Sequence[Planned], assembly: Assembly) -> Iterator[str]:

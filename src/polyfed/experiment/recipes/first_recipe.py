@@ -5,17 +5,19 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from warnings import warn
 
 import numpy as np
 import torch
 
-from polyfed.core.errors import PolyfedWarning
+from polyfed.core.errors import PolyfedWarning, again, typed_verb
 from polyfed.core.system.json_and_toml import parse_toml, toml_value
 from polyfed.data import Column, Columns
 from polyfed.data.column_scaling import asked, uneven_modalities
 from polyfed.data.columns import GUARD, LEFT_OUT, OWN_TEST, TEST, TRAIN, VALIDATION
+from polyfed.data.leaked_labels import repeated_rows
 from polyfed.data.population.splits import drawn_note
 from polyfed.data.sources.own.npz import Npz
 from polyfed.data.sources.own.table_files import Table
@@ -59,38 +61,38 @@ class Starter:
     notes: tuple[str, ...]
 
 
-def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> Starter:
+def starter(
+    path: Path, options: Mapping[str, Any], task: str | None = None, chosen: Mapping[str, Any] = MappingProxyType({})
+) -> Starter:
     """Write a recipe for a file.
 
     Args:
         path: an .npz, .csv, .tsv, .parquet or .jsonl file, or a folder of .npy files.
         options: the known options of [data], such as `label`.
         task: name of the task. If None, the task follows from the labels.
+        chosen: the known options of [clients].
 
     Raises:
-        PolyfedError: the file cannot be read, there is no such task, the labels do not fit it, or no labels or
-            modalities are found in the file.
+        PolyfedError: the file cannot be read, there is no such task, the labels do not fit it, no labels or modalities
+            are found in the file, or an option of [clients] is wrong.
     """
     reading = read_file(path, options, needs_labels=needs_labels(task))
     source, columns, table, notes = reading.source, reading.columns, dict(reading.table), [*reading.columns.notes]
     doubtful = doubtful_targets(columns) if task is None else ""
     for remark in (*reading.doubts, *([doubtful] if doubtful else [])):
         warn(remark, PolyfedWarning, stacklevel=3)
-    columns, drawn = _splits(columns, table, source)
-    notes = [note for note in notes if note != drawn]
-    notes += _scaled(columns, table)
+    columns, drawn = _splits(columns, table, source, held_out=(apart := _held_out(chosen)))
+    notes = [*(note for note in notes if note != drawn), *_scaled(columns, table)]
     name = "npz" if isinstance(source, Npz) else "table"
     clients, words = _clients(columns, table, task)
     notes += _marked(columns, clients, source.split_personal)
-    notes += [words, *(seen := _seen(columns))]
+    clients, words = _with_chosen(clients, words, chosen)
+    notes += [words, *(seen := [] if apart else _seen(columns))]
     if seen and reading.times and not _marks(columns) and "split" not in table:
         warn(_overlap(path, reading.times[0], table.get("client", "client")), PolyfedWarning, stacklevel=3)
     found = {m: affordable(column, encoder_for(m, column, 64)) for m, column in columns.modalities.items()}
     encoders = {m: spec for m, (spec, _) in found.items()}
-    lacking = {m: int((~there).sum()) for m, there in columns.present.items()}
-    notes += [f"'{m}' is missing in {count:,} of {len(columns):,} rows" for m, count in lacking.items()]
-    notes += [f"'{m}' holds {kind_of(columns.column(m))}: {encoder_text(spec)}" for m, spec in encoders.items()]
-    notes += [line for m, spec in encoders.items() for line in told_of_whole(m, columns.column(m), spec)]
+    notes += _of_samples(columns, encoders)
     lines = [
         f"# A first recipe for {path}, written by `polyfed init`. Every line may be changed.",
         "# `polyfed check` says what this recipe lets leave a client; `polyfed run` trains.",
@@ -110,7 +112,9 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
         "[model.encoders]",
         *(f"{m} = {encoder_text(spec)}  # {kind_of(columns.column(m))}{cost}" for m, (spec, cost) in found.items()),
         "",
-        *_task(columns, task, sets="personal_validation" in clients),
+        *_task(
+            columns, task, sets=_has_sets(columns, task) and bool({"personal_validation", "validation"} & {*clients})
+        ),
         *REST,
     ]
     text = "\n".join(lines)
@@ -118,6 +122,15 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
     if task is not None:
         prepared(made, columns)
     return Starter(text, tuple(notes))
+
+
+def _of_samples(columns: Columns, encoders: Mapping[str, EncoderSpec]) -> list[str]:
+    """Return notes about what the modalities hold, about rows that lack them, and about copies in the test set."""
+    lacking = {m: int((~there).sum()) for m, there in columns.present.items()}
+    notes = [f"'{m}' is missing in {count:,} of {len(columns):,} rows" for m, count in lacking.items()]
+    notes += [f"'{m}' holds {kind_of(columns.column(m))}: {encoder_text(spec)}" for m, spec in encoders.items()]
+    notes += [line for m, spec in encoders.items() for line in told_of_whole(m, columns.column(m), spec)]
+    return [*notes, *filter(None, [repeated_rows(columns, columns.rows(TRAIN), columns.rows(TEST))])]
 
 
 PER_PIXEL = 2.2e-6
@@ -178,8 +191,14 @@ def _marks(columns: Columns) -> bool:
     return columns.split_personal is not None and columns.client is not None
 
 
-def _splits(columns: Columns, table: dict[str, Any], source: Npz | Table) -> tuple[Columns, str]:
+def _splits(columns: Columns, table: dict[str, Any], source: Npz | Table, *, held_out: bool) -> tuple[Columns, str]:
     """Add `test_share` to the options if there is no split.
+
+    Args:
+        columns: the table.
+        table: the section [data], which this function changes.
+        source: its source.
+        held_out: whether [clients] says which rows are the test rows.
 
     Returns:
         The table, with the marked rows as test rows if nothing else says which they are; and the note about a drawn
@@ -188,6 +207,9 @@ def _splits(columns: Columns, table: dict[str, Any], source: Npz | Table) -> tup
     if _marks(columns) and not {"split", "test_share"} & table.keys():
         table["test_share"] = 0.0
         return _as_marked(columns), drawn_note(source.test_share)
+    if held_out and not {"split", "test_share"} & table.keys():
+        table["test_share"] = 0.0
+        return columns, drawn_note(source.test_share)
     if "split" not in table:
         table["test_share"] = source.test_share
     return columns, ""
@@ -238,12 +260,14 @@ def _marked(columns: Columns, clients: dict[str, Any], name: str) -> list[str]:
 
 def _overlap(path: Path, time: str, client: str) -> str:
     """Return the warning that random test rows may overlap training rows in time."""
+    last, unseen = ("clients.personal_test=0.2", "clients.row_split=blocks"), ("clients.test_clients=0.2",)
+    force = [("--force",)] if typed_verb() == "init" else []  # a warned init has written its recipe
+    blocks, whole = (again(*(("--set", o) for o in way), *force, otherwise=", ".join(way)) for way in (last, unseen))
     return (
         f"'{path}': '{time}' looks like the time of a row, and test rows are drawn at random among the rows of each "
-        f"'{client}' (test_share, as personal_test = 0.2 and personal_validation do). If the rows are windows that "
-        "overlap or follow each other, the score is too high. Mark the test rows in a column split_personal (0 "
-        "training, 1 test, 2 guard row; `polyfed docs partitions`), and init takes them; or test whole clients: "
-        "[clients] test_clients = 0.2 and [data] test_share = 0.0"
+        f"'{client}' (test_share). If the rows are windows that overlap or follow each other, the score is too high. "
+        f"If they are in the order of time, test the last ones of each '{client}' and class: {blocks}; or mark test "
+        f"rows in a column split_personal (`polyfed docs partitions`); or test whole clients: {whole}"
     )
 
 
@@ -276,6 +300,27 @@ def _task(columns: Columns, task: str | None, *, sets: bool) -> list[str]:
         "",
         *rest,
     ]
+
+
+def _held_out(chosen: Mapping[str, Any]) -> bool:
+    """Return whether options of [clients] say which rows are tested, so that no others are drawn."""
+    own = chosen.get("row_split") == "blocks" and "personal_test" in chosen
+    return own or bool({"test_clients", "folds"} & {*chosen})
+
+
+def _with_chosen(clients: dict[str, Any], words: str, chosen: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return the section [clients] with the user's options in place of the guesses that they contradict."""
+    if "validation" in chosen:
+        clients = {key: value for key, value in clients.items() if key != "personal_validation"}
+    if "partition" not in chosen:
+        return clients | dict(chosen), words
+    given = chosen["partition"]
+    kept = {k: v for k, v in clients.items() if k not in ("partition", "num") or (k == "num" and given in COUNTED)}
+    return kept | dict(chosen), f"clients are those of the partition '{given}', as you said"
+
+
+COUNTED = ("iid", "dirichlet", "dirichlet-authors", "classes-per-client", "main-class")
+"""The partitions that have a number of clients."""
 
 
 def _clients(columns: Columns, table: Mapping[str, Any], task: str | None) -> tuple[dict[str, Any], str]:

@@ -50,6 +50,7 @@ class DataOptions(TypedDict, total=False):
         columns: column -> how its words, empty cells or dates become numbers, as in {"sex": "one-hot", "age": "mean"}.
         partial: `refuse` or `absent`, for rows of a table that lack some cells of a modality.
         empty_rows: `refuse` or `leave-out`, for rows that lack every modality, or their class.
+        unmeasured: `absent` or `fill`, for rows in which all cells of a modality are empty and `columns` fills each.
         separator: for a .csv file: the character between cells; `decimal`, `comment`, `encoding` and `empty` say more
             about how it is written, as the options of the source `table` do.
         test_share: share of every class that becomes the test set, if there is no split.
@@ -76,6 +77,7 @@ class DataOptions(TypedDict, total=False):
     columns: Mapping[str, Any]
     partial: str
     empty_rows: str
+    unmeasured: str
     separator: str
     decimal: str
     comment: str
@@ -119,6 +121,7 @@ OF_THE_DATA = (
     "columns",
     "partial",
     "empty_rows",
+    "unmeasured",
     "test_share",
     *OF_TEXT_FILES,
 )
@@ -321,4 +324,4 @@ def _source(data: Any, read: Mapping[str, Any], natural: Any, task: Objective | 
         raise RecipeError(f"{strange[0]} says how a text file is written, and data is no path of a file. Leave it out")
     given = Given(clients=natural, needs_labels=needs_labels, numeric=isinstance(task, Regression), **read)
     columns = table_of(data, given)
-    return Memory.of(columns, given.standardise, given.partial), columns
+    return Memory.of(columns, given.standardise, given.partial, given.unmeasured), columns

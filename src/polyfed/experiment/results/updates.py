@@ -160,8 +160,11 @@ def _at(stack: Tensor, places: Sequence[int]) -> Tensor:
     return stack if [*places] == [*range(len(stack))] else stack[[*places]]
 
 
-def kept_updates(folder: Path, rounds: int) -> list[dict[str, Tree]]:
+def kept_updates(folder: Path, rounds: int, cure: str = "") -> list[dict[str, Tree]]:
     """Return, for each round, player -> its update.
+
+    Args:
+        cure: the command that makes a run with them.
 
     Raises:
         DataError: a round has no updates, or a file is damaged.
@@ -172,7 +175,7 @@ def kept_updates(folder: Path, rounds: int) -> list[dict[str, Tree]]:
         if not path.exists():
             raise DataError(
                 f"{folder} keeps no updates of round {round}, so nobody can tell who contributed what. Run it with "
-                "--set checkpoint.updates=true"
+                f"[checkpoint] updates{f': {cure}' if cure else ''}"
             )
         try:
             tensors = load_file(path)

@@ -300,6 +300,8 @@ class _Loop:
             row["confusion"] = measured.confusion.to(torch.int64).tolist()
         if row["round"] == self._last and any(measured.intervals.values()):
             row["intervals"] = {group: known for group, known in measured.intervals.items() if known}
+        if row["round"] == self._last and measured.moments:
+            row["moments"] = measured.moments
         if row["round"] == self._last and (sets := algorithm.calibrate(state, self.fed)) is not None:
             row["conformal"] = sets.facts()
         if measured.personal:

@@ -20,6 +20,9 @@ from polyfed.report.scores import Metric, first_metric
 
 State = Literal["left", "running", "paused", "finished", "failed"]
 
+FAILURES = "failures"
+"""The folder of a study with a file for each run whose training diverged."""
+
 DIVERGED = 4
 """The exit code of a run whose training diverged or whose clients gave no usable reply. It would fail again."""
 
@@ -284,7 +287,7 @@ class Board:
         return f"{cell.label} in {cell.scenario}"
 
     def _failure(self, entry: Entry) -> Path:
-        return self.folder / "failures" / f"{entry.name}.json"
+        return self.folder / FAILURES / f"{entry.name}.json"
 
 
 def no_metric(wanted: Sequence[str], measured: Mapping[str, Mapping[str, Any]]) -> str:

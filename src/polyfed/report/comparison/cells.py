@@ -16,7 +16,7 @@ class Cell:
         n: the number of runs that have this value. If folds are pooled, the number of seeds.
         of: the number of all runs in the group, with or without this value. If folds are pooled, the number of all
             seeds.
-        interval: for a single run, the interval of 95 % over its test rows, if it is known.
+        interval: the interval of 95 % over the test rows of a single run, or of pooled folds, if it is known.
     """
 
     mean: float
@@ -26,14 +26,14 @@ class Cell:
     interval: tuple[float, float] | None = None
 
     def text(self, unit: str) -> str:
-        """Return mean and spread as text; for a single run, the value with its interval, as in `47.1 (38.7 to 55.6)`.
+        """Return mean and spread as text; with an interval, the value and that, as in `47.1 (38.7 to 55.6)`.
 
         If the unit is `share`, both numbers are written in percent, but without the sign "%".
         """
         if not math.isfinite(self.mean):
             return MISSING
-        values = [self.mean] if self.n == 1 or self.spread == 0 else [self.mean, self.spread]
         ends = self.interval or ()
+        values = [self.mean] if self.n == 1 or self.spread == 0 or ends else [self.mean, self.spread]
         words = [f"{100 * value:.1f}" if unit == "share" else number_of(value, unit) for value in (*values, *ends)]
         return f"{words[0]} ({words[1]} to {words[2]})" if ends else " ± ".join(words)
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from polyfed.core.errors import RecipeError
 from polyfed.evaluation.client_statistics import mean_and_spread
 from polyfed.evaluation.subsets import LACKS, SUBSET, WORST
 from polyfed.report.comparison.cells import Cell, Column
-from polyfed.report.comparison.folds import check_reach, fold_of, pooled_uars, rounds_to
+from polyfed.report.comparison.folds import check_reach, fold_of, pooled_scores, pooled_uars, rounds_to
 from polyfed.report.comparison.labels import flat, labels_of, method_of, parts_of
 from polyfed.report.comparison.notes import SHARED_RUNS, notes_of, notes_of_run, other_models
 from polyfed.report.formatting import MISSING
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 AT_BEST = ("accuracy", "macro_f1", "mae", "recall1")
 """The scores of the global model to show for the round with the best validation score."""
 
-POOLED, REACHED = "pooled.uar", "rounds_to_accuracy"
+POOLED, POOLED_SCORE, REACHED = "pooled.uar", "pooled.score", "rounds_to_accuracy"
 """The cells that `folds.py` computes, from several runs of a group or from the rounds of each run."""
 
 
@@ -193,6 +194,7 @@ class Comparison:
         Every row has the keys `label`, `n` and `seeds`, and the keys `<column>` and `<column>.spread` for each number.
         If the group has several folds, its row also has the key `folds`. If the settings come from another method's
         search, its row also has the key `settings_of`.
+        `pooled.score.low` and `.high` are the interval of the folds together, the mean of the seeds' intervals.
         `rounds_to_accuracy.n` is the number of runs that reached the accuracy.
         """
         return [
@@ -202,6 +204,12 @@ class Comparison:
             | {f"{name}.n": cell.n for name, cell in cells.items() if name == REACHED}
             | {name: cell.mean for name, cell in cells.items()}
             | {f"{name}.spread": cell.spread for name, cell in cells.items()}
+            | {
+                f"{POOLED_SCORE}.{end}": value
+                for name, cell in cells.items()
+                if name == POOLED_SCORE and cell.interval is not None
+                for end, value in zip(("low", "high"), cell.interval, strict=True)
+            }
             for group, cells in ((group, self._cells(group)) for group in self.groups)
         ]
 
@@ -304,6 +312,11 @@ def _group(label: str, folders: list[Folder], reach: float | None) -> Group:
     seeds = tuple(int(folder.result.get("seed", 0)) for folder in folders)
     if pooled := pooled_uars(folders):
         cells[POOLED] = Cell(*mean_and_spread(pooled), len(pooled), len(set(seeds)))
+    if scores := pooled_scores(folders):
+        ends = [(one.low, one.high) for one in scores if one.low is not None and one.high is not None]
+        known = (fmean(low for low, _ in ends), fmean(high for _, high in ends)) if len(ends) == len(scores) else None
+        values = [one.value for one in scores]
+        cells[POOLED_SCORE] = Cell(*mean_and_spread(values), len(values), len(set(seeds)), known)
     return Group(label, tuple(folders), seeds, tuple(fold_of(folder) for folder in folders), cells)
 
 
@@ -316,9 +329,10 @@ def _interval(samples: Mapping[str, list[float]], name: str) -> tuple[float, flo
 
 def _columns(groups: Sequence[Group], modalities: Sequence[str], reach: float | None) -> tuple[Column, ...]:
     heads = {folder.headline for group in groups for folder in group.folders}
+    score = heads.copy().pop().title if len(heads) == 1 else "score"
     unit = heads.pop().unit if len(heads) == 1 else "number"
     wanted = [Column(f"metrics.global.{key}", title, unit_of(key)) for key, title in TITLES.items()]
-    wanted += [Column(POOLED, "UAR, folds pooled", "share")]
+    wanted += [Column(POOLED_SCORE, f"{score}, folds pooled", unit), Column(POOLED, "UAR, folds pooled", "share")]
     wanted += [Column(f"metrics.unimodal.{m}", f"{m} alone", unit) for m in modalities]
     scored = [name for group in groups for name in group.cells]
     for of, whose in (("metrics.global.", ""), ("metrics.personal.", ", personal")):

@@ -1,4 +1,4 @@
-"""Scores that need several runs or all rounds: the UAR over folds, and the rounds until an accuracy is reached.
+"""Scores that need several runs or all rounds: those over folds, and the rounds until an accuracy is reached.
 
 A fold is one part of the data that serves as the test set. The runs of a group may differ in their fold. There are two
 scores over folds. The mean of the folds' UAR gives every fold the same weight. The UAR of their summed confusion
@@ -6,7 +6,7 @@ matrices gives every row the same weight. This second score needs the matrices, 
 rounds.jsonl. See docs/evaluation.md.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,9 @@ from torch import Tensor
 
 from polyfed.core.errors import RecipeError
 from polyfed.core.system.files import ROUNDS
+from polyfed.evaluation.subsets import is_share_score
 from polyfed.objective.class_metrics import uar
+from polyfed.objective.report import Estimate, of_moments
 from polyfed.report.reading.run_folder import Folder, damaged
 
 FOLD_KEYS = ("data.test_session", "data.fold", "clients.fold")
@@ -45,24 +47,49 @@ def confusion_of(folder: Folder) -> Tensor | None:
     return torch.tensor(found, dtype=torch.float64)
 
 
-def pooled_uars(folders: Sequence[Folder]) -> list[float]:
-    """For each seed, the UAR of the sum of its folds' confusion matrices.
-
-    A seed counts only if each fold has exactly one run with this seed, and this run has a matrix. The list is empty if
-    there is only one fold.
-    """
+def _by_seed(folders: Sequence[Folder]) -> Iterator[list[Folder]]:
+    """Yield the runs of each seed that has exactly one run for each fold; nothing if there is only one fold."""
     folds = {fold_of(folder) for folder in folders}
     if len(folds) < 2:
-        return []
+        return
     by_seed: dict[int, list[Folder]] = {}
     for folder in folders:
         by_seed.setdefault(int(folder.result.get("seed", 0)), []).append(folder)
-    pooled = []
     for own in by_seed.values():
+        if len(own) == len(folds) and {fold_of(folder) for folder in own} == folds:
+            yield own
+
+
+def pooled_uars(folders: Sequence[Folder]) -> list[float]:
+    """For each seed, the UAR of the sum of its folds' confusion matrices.
+
+    A seed counts only if each fold has exactly one run with this seed, and this run has a matrix.
+    """
+    pooled = []
+    for own in _by_seed(folders):
         matrices = [matrix for folder in own if (matrix := confusion_of(folder)) is not None]
-        complete = len(own) == len(matrices) == len(folds) and {fold_of(folder) for folder in own} == folds
-        if complete and len({tuple(matrix.shape) for matrix in matrices}) == 1:
+        if len(own) == len(matrices) and len({tuple(matrix.shape) for matrix in matrices}) == 1:
             pooled.append(uar(torch.stack(matrices).sum(0)))
+    return pooled
+
+
+def pooled_scores(folders: Sequence[Folder]) -> list[Estimate]:
+    """For each seed, the main score of the test rows of all its folds together.
+
+    The interval is that over the natural clients of all folds, or over rows if rows belong to nobody. It takes the
+    models of the folds as one, although their training rows differ.
+    """
+    pooled = []
+    for own in _by_seed(folders):
+        told = [[*folder.rounds()][-1].get("moments", {}) for folder in own]
+        units = next((unit for unit in ("clients", "rows") if all(unit in one for one in told)), None)
+        scores = {folder.headline.score for folder in own}
+        if units is None or len(scores) > 1 or len({len(one[units]) for one in told}) > 1:
+            continue
+        (score,) = scores
+        total = torch.tensor([one[units] for one in told], dtype=torch.float64).sum(0).tolist()
+        found = of_moments(total, share=is_share_score(score), clusters=units == "clients", metric=score)
+        pooled += [] if found is None else [found]
     return pooled
 
 

@@ -80,6 +80,7 @@ class RoundRow(TypedDict, total=False):
     metrics: Scores
     intervals: Intervals
     confusion: list[list[Count]]
+    moments: dict[str, list[Number]]
     training_requests: Count
     evaluation: dict[str, Count]
     norms: dict[str, dict[str, Number]]

@@ -26,6 +26,7 @@ class StudyRun(TypedDict):
     scenario: str
     tuning: bool
     state: str
+    seed: NotRequired[int]
     why: NotRequired[str]
     remarks: NotRequired[list[str]]
     chosen: NotRequired[dict[str, Any]]
@@ -121,7 +122,7 @@ def absent_of(dirs: Iterable[str | Path]) -> list[Absent]:
         DataError: the folder of a study is damaged.
     """
     folders = dict.fromkeys(Path(d).resolve() for d in dirs)
-    return [absent for path in folders if (path / STUDY).is_file() for absent in _absent(_facts(path))]
+    return [absent for path in folders if (path / STUDY).is_file() for absent in _absent(facts_of_study(path))]
 
 
 def _absent(facts: Mapping[str, Any]) -> list[Absent]:
@@ -160,7 +161,12 @@ def runs_of(dirs: Iterable[str | Path]) -> list[tuple[Path, NamedRun | None]]:
     return [(path, run) for path, run in found if run is not None or path not in named]
 
 
-def _facts(path: Path) -> dict[str, Any]:
+def facts_of_study(path: Path) -> dict[str, Any]:
+    """Return the content of a study's `study.json`; see `StudyFacts`.
+
+    Raises:
+        DataError: the file is damaged.
+    """
     try:
         return parse_as(STUDY_FACTS, (path / STUDY).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -168,7 +174,7 @@ def _facts(path: Path) -> dict[str, Any]:
 
 
 def _reported(path: Path) -> list[NamedRun]:
-    facts = _facts(path)
+    facts = facts_of_study(path)
     runs = [run for run in facts.get("runs", []) if run["state"] == "finished" and not run["tuning"]]
     if not runs:
         raise DataError(f"{path} holds a study without a finished run. Go on with it: polyfed sweep STUDY.toml")

@@ -6,7 +6,7 @@ from typing_extensions import override
 
 from polyfed.core.errors import DataError
 from polyfed.data.columns import Columns, Standardise
-from polyfed.data.reading.given import Partial
+from polyfed.data.reading.given import Partial, Unmeasured
 from polyfed.data.sources.base import Facts, Source
 
 
@@ -21,13 +21,20 @@ class Memory(Source):
     about: str = ""
 
     @classmethod
-    def of(cls, columns: Columns, standardise: Standardise = "uneven", partial: Partial = "refuse") -> "Memory":
+    def of(
+        cls,
+        columns: Columns,
+        standardise: Standardise = "uneven",
+        partial: Partial = "refuse",
+        unmeasured: Unmeasured = "absent",
+    ) -> "Memory":
         """Make a source whose `load` returns this table. The options are what the user said; see `Given`."""
         shapes = ", ".join(f"{name} {column.shape}" for name, column in columns.modalities.items())
         made = cls(about=f"{len(columns):,} rows of {shapes}")
         object.__setattr__(made, "_columns", columns)
         object.__setattr__(made, "standardise", standardise)
         object.__setattr__(made, "partial", partial)
+        object.__setattr__(made, "unmeasured", unmeasured)
         return made
 
     @override

@@ -19,8 +19,8 @@ from polyfed.data.column_rules import word_of
 from polyfed.data.columns import Columns
 from polyfed.data.reading.array_files import Arrays
 from polyfed.data.reading.column_guess import IDS, MOST_NAMED, kind_of
-from polyfed.data.reading.frames import frame_of, values_of
-from polyfed.data.reading.given import Given, Partial
+from polyfed.data.reading.frames import fills_rows, frame_of, values_of
+from polyfed.data.reading.given import Given, Partial, Unmeasured
 from polyfed.data.reading.values import array_of, as_in_training, is_missing, tensor_of
 from polyfed.data.sources.own.table_files import PLAIN, SUFFIXES, Dialect, read
 
@@ -50,12 +50,14 @@ class RowForm:
         dialect: how the cells of a text file are written.
         ids: the column of row ids, if the recipe names one.
         partial: what to do with a row that has only some cells of a modality.
+        unmeasured: what a row is in which every cell of a modality is empty.
     """
 
     modalities: Mapping[str, Form] = field(default_factory=dict)
     dialect: Dialect = PLAIN
     ids: str = ""
     partial: Partial = "refuse"
+    unmeasured: Unmeasured = "absent"
 
     @classmethod
     def of(cls, columns: Columns, source: Any) -> "RowForm":
@@ -68,14 +70,19 @@ class RowForm:
         held = {n: Form(c.names, c.layout) for n, c in columns.modalities.items() if c.names}
         ids = str(getattr(source, "ids", ""))
         partial: Partial = "absent" if getattr(source, "partial", "refuse") == "absent" else "refuse"
-        return cls(held, getattr(source, "dialect", PLAIN), "" if ids == "rows" else ids, partial)
+        unmeasured: Unmeasured = "fill" if getattr(source, "unmeasured", "absent") == "fill" else "absent"
+        return cls(held, getattr(source, "dialect", PLAIN), "" if ids == "rows" else ids, partial, unmeasured)
+
+    def given(self, folder: Path | None) -> Given:
+        """Return how new rows are read, whose file is in this folder."""
+        return Given(partial=self.partial, unmeasured=self.unmeasured, folder=folder)
 
     def as_table(self) -> dict[str, Any]:
         """Return the form as JSON values. `read` is the inverse function."""
         held = {name: {"names": list(form.names), "layout": form.layout} for name, form in self.modalities.items()}
         dialect = asdict(self.dialect)
         told = {"dialect": dialect | {"empty": list(self.dialect.empty)}, "ids": self.ids, "partial": self.partial}
-        return {"modalities": held} | told
+        return {"modalities": held} | told | {"unmeasured": self.unmeasured}
 
     @classmethod
     def read(cls, value: Mapping[str, Any] | None) -> "RowForm":
@@ -92,7 +99,9 @@ class RowForm:
         said = dict(value["dialect"])
         dialect = Dialect(**said | {"empty": tuple(map(str, said["empty"]))})
         dialect.check()
-        return cls(held, dialect, str(value["ids"]), "absent" if value["partial"] == "absent" else "refuse")
+        partial: Partial = "absent" if value["partial"] == "absent" else "refuse"
+        unmeasured: Unmeasured = "fill" if value["unmeasured"] == "fill" else "absent"
+        return cls(held, dialect, str(value["ids"]), partial, unmeasured)
 
 
 @dataclass(frozen=True)
@@ -138,7 +147,7 @@ def new_rows(
         DataError: a column of `ids` or of a modality is missing, or cells cannot be read. The message lists all faults.
     """
     table = rows.rename(columns=str) if hasattr(rows, "iloc") else None
-    held, given = rows if table is None else table, Given(partial=form.partial, folder=folder)
+    held, given = rows if table is None else table, form.given(folder)
     problems, notes, filled = Problems(), list[str](), list[str]()
     x: Tree = {}
     present: Tree = {}
@@ -227,12 +236,11 @@ def _read(
     if len(group) == 1 and features is None and kind_of(frame[group[0]]) == "list":
         array, has, _ = array_of(frame[group[0]].tolist(), where)
         return _padded(as_in_training(tensor_of(array), shape, form.layout), shape), torch.from_numpy(has), []
-    filled = bool(features) and all(feature.rule is not None and feature.rule.fills for feature in features or ())
-    if not filled and bool(frame[group].isna().all(axis=None)):
+    if not fills_rows(features or (), given) and bool(frame[group].isna().all(axis=None)):
         return torch.zeros(len(frame), *shape), nothing, ["its cells are empty in every row"]
     rules = {feature.column: feature.rule for feature in features or () if feature.rule is not None}
     found = values_of(frame, group, where, replace(given, columns=rules))
-    told = [found.note] if found.note else []
+    told = [found.note] if found.cut is not None else []
     if found.whole is not None:
         return torch.from_numpy(found.values), torch.from_numpy(found.there), told
     values = torch.from_numpy(np.asarray(found.values, dtype=np.float64))

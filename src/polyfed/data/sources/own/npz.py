@@ -17,7 +17,7 @@ from polyfed.data.columns import Column, Columns, Standardise
 from polyfed.data.reading.array_files import Arrays, stored_name
 from polyfed.data.reading.draft import Draft, columns_of
 from polyfed.data.reading.frames import Joined, joined, origin_of
-from polyfed.data.reading.given import EmptyRows, Given
+from polyfed.data.reading.given import EmptyRows, Given, Unmeasured
 from polyfed.data.reading.values import Layout
 from polyfed.data.sources.base import Facts, Source
 
@@ -54,6 +54,8 @@ class Npz(Source):
             list for some, "uneven" for those whose features differ in size, false for none. Other uint8 images are
             scaled to [0, 1].
         empty_rows: A row without any modality, or without its class: "refuse" it, or "leave-out" (it is counted).
+        unmeasured: A row in which every cell of a modality is empty although [data.columns] fills each: it lacks the
+            modality ("absent"), or has it, with means and empty words ("fill"). A modality of one column is filled.
         test_share: Share of every class (of targets: of all rows) that is the test set if the file has no splits.
         seed: Seed for drawing that test set; the run's own seed has no effect.
     """
@@ -69,6 +71,7 @@ class Npz(Source):
     ids: str = "id"
     layout: Mapping[str, Layout] = field(default_factory=dict)
     empty_rows: EmptyRows = "refuse"
+    unmeasured: Unmeasured = "absent"
     standardise: Standardise = "uneven"
     test_share: Annotated[float, BELOW_ONE] = 0.2
     seed: int = 0
@@ -173,6 +176,7 @@ class Npz(Source):
             seed=self.seed,
             standardise=self.standardise,
             empty_rows=self.empty_rows,
+            unmeasured=self.unmeasured,
         )
         return self._with_scaling(columns_of(draft, given, problems), arrays)
 
@@ -214,7 +218,8 @@ class Npz(Source):
         said = self.modalities if isinstance(self.modalities, Mapping) else {name: name for name in self.modalities}
         read = {n: features[n] if n in features else self._read(n, arrays.__getitem__, problems) for n in self.arrays}
         folder = arrays.path if arrays.path.is_dir() else arrays.path.parent
-        given = Given(modalities=said, columns=rules_of("[data.columns]", self.columns), folder=folder)
+        rules, unmeasured = rules_of("[data.columns]", self.columns), self.unmeasured
+        given = Given(modalities=said, columns=rules, unmeasured=unmeasured, folder=folder)
         return joined(
             {name: values for name, values in read.items() if values is not None}, given, f"'{arrays.path}'", problems
         )

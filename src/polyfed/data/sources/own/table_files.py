@@ -25,7 +25,7 @@ from polyfed.data.reading.array_files import check_expansion, existing
 from polyfed.data.reading.column_guess import guessed
 from polyfed.data.reading.draft import columns_of as checked_columns
 from polyfed.data.reading.frames import FIRST_LINE, drafted
-from polyfed.data.reading.given import EmptyRows, Given, Partial
+from polyfed.data.reading.given import EmptyRows, Given, Partial, Unmeasured
 from polyfed.data.reading.values import Layout
 from polyfed.data.sources.base import Facts, Source
 
@@ -105,6 +105,8 @@ class Table(Source):
         partial: A row with only some cells of a modality: "refuse" it, or treat the modality as "absent".
         standardise: As in the source `npz`.
         empty_rows: A row without any modality, or without its class: "refuse" it, or "leave-out" (it is counted).
+        unmeasured: A row in which every cell of a modality is empty although [data.columns] fills each: it lacks the
+            modality ("absent"), or has it, with means and empty words ("fill"). A modality of one column is filled.
         test_share: Share of every class that is the test set if there is no column of splits.
         seed: Seed for drawing that test set; the run's own seed has no effect.
         separator: The character between the cells of a .csv file, by default a comma.
@@ -128,6 +130,7 @@ class Table(Source):
     layout: Mapping[str, Layout] = field(default_factory=dict)
     partial: Partial = "refuse"
     empty_rows: EmptyRows = "refuse"
+    unmeasured: Unmeasured = "absent"
     standardise: Standardise = "uneven"
     test_share: Annotated[float, BELOW_ONE] = 0.2
     seed: int = 0
@@ -230,6 +233,7 @@ class Table(Source):
             modalities=self.modalities,
             partial=self.partial,
             empty_rows=self.empty_rows,
+            unmeasured=self.unmeasured,
             standardise=self.standardise,
             test_share=self.test_share,
             seed=self.seed,
