@@ -1,6 +1,7 @@
 """Splits a table over clients: the rows and modalities that each client holds, and the test and validation rows."""
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -109,10 +110,8 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
         silo = torch.arange(len(train)).repeat_interleave(devices_per_silo(clients, names))
         device_key = keys.key(key, "devices of silos")
         train = dealt_to_devices(train, clients, names, keys.key(device_key, 0))
-        own_test, own_validation = (
-            None if own is None else dealt_to_devices(own, clients, names, keys.key(device_key, place))
-            for place, own in enumerate((own_test, own_validation), 1)
-        )
+        own_test = _dealt(own_test, clients, names, keys.key(device_key, 1))
+        own_validation = _dealt(own_validation, clients, names, keys.key(device_key, 2))
     test_rows = pooled if clients.measure_on == "validation" else columns.rows(TEST)
     if len(test_rows) == 0 and own_test is not None:
         test_rows = torch.from_numpy(np.unique(own_test.rows.numpy()))
@@ -140,6 +139,11 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
     )
     _check(population, clients)
     return population
+
+
+def _dealt(own: Shards | None, clients: ClientsSpec, names: Sequence[str], key: int) -> Shards | None:
+    """Return rows of silos by device; see `dealt_to_devices`."""
+    return None if own is None else dealt_to_devices(own, clients, names, key)
 
 
 def with_fitted_columns(population: Population) -> Population:
