@@ -5,9 +5,10 @@
 
 Each node is a network namespace with one core of this machine, so what nodes exchange travels over a network device.
 The recipe is `food` of benchmarks/settings.py, and all clients train in each round. The programs are whole runs. Those
-on the first two clusters take turns of one round, the others follow; that of Flower is the same recipe with `--engine
-flower`. "Server's own" is the processor time of the command's own process. Nodes beyond the number of cores share them,
-so that four nodes on two cores show only what more nodes cost.
+on the first two clusters take turns of one round, the others follow; with `--combine` or `--all` there is a table more,
+of one node and of one and two nodes with `[engine] combine = "nodes"`, in turns. That of Flower is the same recipe with
+`--engine flower`. "Server's own" is the processor time of the command's own process. Nodes beyond the number of cores
+share them, so that four nodes on two cores show only what more nodes cost.
 
 With `--all`, the second table has the memory of each node (the proportional set size of its processes, Ray's included
 and the command's not) and of the command, for 20,000 and for a million clients of two rows.
@@ -77,7 +78,9 @@ def child(recipe: Path, engine: str) -> None:
     import polyfed
 
     parts = {"one process": ["engine.workers=1"], "flower": ["engine.name=flower"]}
-    options = parts.get(engine, ["engine.cluster=ray", f"engine.address={engine}"])
+    address, _, combine = engine.partition(" ")
+    on_ray = ["engine.cluster=ray", f"engine.address={address}"] + ([f"engine.combine={combine}"] if combine else [])
+    options = parts.get(engine, on_ray)
     at: dict[str, float] = {}
 
     def listen(event: str, **facts: Any) -> None:
@@ -200,22 +203,30 @@ class OnNodes:
         assert self.digest, self.program.failure
 
 
-def measured(sizes: Sequence[int], recipe: Path, store: int, rounds: int, warm_up: int) -> list[OnNodes]:
-    """Run rounds on clusters of these sizes, in turns."""
+def measured(
+    sizes: Sequence[int], recipe: Path, store: int, rounds: int, warm_up: int, combine: Sequence[str] = ()
+) -> list[OnNodes]:
+    """Run rounds on clusters of these sizes, in turns.
+
+    Args:
+        combine: `[engine] combine` of each cluster; the default where it is empty.
+    """
     folder, cores, runs = recipe.parent, os.cpu_count() or 1, list[OnNodes]()
     with spaces(sum(sizes)) as names:
         left = list(enumerate(names, 1))
-        for size in sizes:
+        for number, size in enumerate(sizes):
+            how = combine[number] if number < len(combine) else ""
             own, left = left[:size], left[size:]
             head = own[0][0]
             for turn, (place, space) in enumerate(own):
                 ray_node(space, place, head, turn % cores, store, folder / f"ray-{place}")
             where = ["ip", "netns", "exec", own[0][1], "taskset", "-c", "0"]
-            made = program(counted(size), recipe, f"10.121.0.{head}:6379", where, folder)
+            name = f"{counted(size)}, combine = '{how}'" if how else counted(size)
+            made = program(name, recipe, f"10.121.0.{head}:6379 {how}".strip(), where, folder)
             runs.append(OnNodes(made, [space for _, space in own]))
-        for number in range(warm_up + rounds):
+        for turn in range(warm_up + rounds):
             for run in runs:
-                run.program.round(count=number >= warm_up)
+                run.program.round(count=turn >= warm_up)
         for run in runs:
             run.end()
     return runs
@@ -231,6 +242,7 @@ def main() -> None:
         "--flower", type=int, default=2, help="rounds of `--engine flower`, the first uncounted; 0: none"
     )
     parser.add_argument("--all", action="store_true", help="also a million clients")
+    parser.add_argument("--combine", action="store_true", help="also the first two clusters with combine = 'nodes'")
     parser.add_argument("--million", type=int, nargs="+", default=[20_000, 1_000_000], help=argparse.SUPPRESS)
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--engine", help=argparse.SUPPRESS)
@@ -238,6 +250,7 @@ def main() -> None:
     if options.child:
         child(options.child, options.engine)
         return
+    options.combine = options.combine or options.all
     print(f"load before: {os.getloadavg()[0]:.1f}", flush=True)
     folder = Path(tempfile.mkdtemp(prefix="pfn"))
     os.environ["RAY_TMPDIR"] = str(folder)  # no other program finds these clusters
@@ -261,8 +274,13 @@ def rounds_of_food(folder: Path, options: argparse.Namespace) -> list[Program]:
     found = list[OnNodes]()
     for sizes in (options.nodes[:2], *([more] for more in options.nodes[2:])):
         found += measured(sizes, recipe, store, options.rounds, options.warm_up)
-    digests, programs = {run.digest for run in found}, [run.program for run in found]
-    print("equal bit for bit" if len(digests) == 1 else f"NOT EQUAL: {digests}", flush=True)
+    equal([run.digest for run in found])
+    programs = [run.program for run in found]
+    if options.combine:
+        sizes, how = [options.nodes[0], *options.nodes[:2]], ["", "nodes", "nodes"]
+        summed = measured(sizes, recipe, store, options.rounds, options.warm_up, how)
+        equal([run.digest for run in summed[1:]])
+        report([run.program for run in summed])
     if options.flower:
         os.environ["RAY_TMPDIR"] = str(folder / "flower")  # Flower starts a cluster of its own
         recipe.write_text(RECIPE.format(rounds=options.flower, folder=folder / "table", **facts))
@@ -273,6 +291,11 @@ def rounds_of_food(folder: Path, options: argparse.Namespace) -> list[Program]:
         os.environ["RAY_TMPDIR"] = str(folder)
         programs.append(flower)
     return programs
+
+
+def equal(digests: Sequence[str]) -> None:
+    """Say whether runs gave the same result."""
+    print("equal bit for bit" if len(set(digests)) == 1 else f"NOT EQUAL: {digests}", flush=True)
 
 
 def report(found: Sequence[Program]) -> None:

@@ -100,6 +100,14 @@ def test_nodes_give_the_bits_of_one_process(nodes: Any, name: str, kind: str) ->
     expect_equal(played(alone(made)), many)
 
 
+def test_sums_of_nodes_have_the_bits_of_those_of_one_process(nodes: Any) -> None:
+    made = replace(world("scaffold", "sequential", AWKWARD), rounds=2)
+    many = played(on_ray(made, combine="nodes"))
+    assert many[0].engine.pool.returned > 0
+    one = played(replace(made, engine=EngineSpec(name="sequential", workers=1, combine="nodes")))
+    expect_equal(one, many)
+
+
 @pytest.mark.slow
 def test_one_and_three_nodes_give_the_bits_of_one_process(nodes: Any) -> None:
     made = replace(world("scaffold", "sequential", AWKWARD), rounds=3)

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -56,11 +57,18 @@ def selecting(selector: Uniform) -> Callable[[], Recipe]:
     return lambda: recipe(algorithm("fedavg", aggregation="uniform", selector=selector), privacy=spec)
 
 
+def combined(engine: Mapping[str, Any] = MappingProxyType({}), **changes: Any) -> Callable[[], Recipe]:
+    """A recipe of fedavg whose replies are summed where the clients run."""
+    return of("fedavg", engine={"combine": "nodes", **engine}, **changes)
+
+
+LATE = "[clients] overselect or [network] deadline_s"
 AMPLIFIED = {"amplification": True}
 INT8 = {"compress": "int8"}
 CASES: list[tuple[tuple[str, str, str], Callable[[], Recipe]]] = [
     (("", "task.name", ""), of("fedproto", task={"name": "regression"})),
     (("", "model.absent", ""), of("fedavg", model={"absent": "prototypes"})),
+    (("", "model.absent", ""), of("local", model={"absent": "input"})),
     (("", "train.modality_dropout", ""), of("creamfl", train={"modality_dropout": 0.2})),
     (
         ("", "train.modality_dropout", "[task] name = 'retrieval'"),
@@ -119,6 +127,14 @@ CASES: list[tuple[tuple[str, str, str], Callable[[], Recipe]]] = [
         ("", "algorithm.aggregation", "[secure_aggregation] and [privacy]"),
         private("fedavg", "example", secure_aggregation={}),
     ),
+    (("", "engine.combine", "clients that run in processes of their own"), combined(engine={"name": "flower"})),
+    (("", "engine.combine", ""), combined(server={"aggregate": "median"})),
+    (("", "engine.combine", SECURE), combined(secure_aggregation={})),
+    (("", "engine.combine", "[attack]"), combined(attack={"name": "scaling"})),
+    (("", "engine.combine", CLIENT), private(engine={"combine": "nodes"})),
+    (("", "engine.combine", LATE), combined(network={"deadline_s": 5.0})),
+    (("", "engine.combine", "[clients] ranks"), combined(clients={"ranks": [2]})),
+    (("", "engine.combine", "[checkpoint] updates"), combined(checkpoint={"updates": True})),
     (("", "privacy.unit", ""), private("fedamp", "example")),
     (("", "privacy.amplification", "a deployment"), private(privacy=AMPLIFIED)),
     (("", "algorithm.aggregation", CLIENT), private(algorithm={"aggregation": "weighted"})),

@@ -138,6 +138,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in 
 
 SUBTLE = {
     ("pfmml", "softmax_over"): "moves the scores of a block's owners alike; tests/algorithms/test_pfmml.py has a case",
+    ("hfl", "absent"): "every row is complete, so only the state has more buffers; tests/algorithms/test_absent.py",
 }
 """Options that matter only with other data than those of the laws, and where a test shows it."""
 

@@ -46,6 +46,8 @@ class Request:
         held_out: which own rows of a client `ClientData.test` has in this request: its `test` rows, or its
             `validation` rows.
         enough: number of replies after which the request closes. None means that the server waits for all replies.
+        combining: a `federation.combined.Combining`: the engine may sum the replies and return them as
+            `Answer.combined`. None: it returns each reply.
         got: the type of message that the task receives.
         reply: the type of message that the task declares as its reply.
         scope: how far replies may travel, as the task declares: `server` or `silo`.
@@ -61,6 +63,7 @@ class Request:
     turn: int = 0
     enough: int | None = None
     held_out: HeldOut = "test"
+    combining: Any = None
     got: type[Message] = field(init=False)
     reply: type[Message] = field(init=False)
     scope: str = field(init=False)

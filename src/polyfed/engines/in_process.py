@@ -2,7 +2,7 @@
 
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any, ClassVar, Self
 
@@ -144,7 +144,7 @@ class InProcess(Engine):
             slow = single and len(last) == 2 and min(last) * len(units) >= SLOW
             if self.pool is not None and (self.gpus or (work and (much or slow))):
                 shared = self.pool.answer(request, units, send, work or dict.fromkeys(clients, 1.0))
-                return Answer(shared.parts, missing | shared.missing)
+                return Answer(shared.parts, missing | shared.missing, shared.combined)
             # threads change the rounding, so their number must not depend on `slow` or on the number of workers
             threads = self.threads if single else 0
         parts: list[ReplyStack] = []
@@ -163,8 +163,26 @@ class InProcess(Engine):
             if reply is not None:
                 replies[client] = reply
         answer = Answer.of([*parts, *stacked(replies)], missing)
+        if (how := request.combining) is not None:
+            answer = Answer([], missing, how.total(self, request.reply, units, answer.parts, send))
         last[:] = [*last[-1:], (time.perf_counter() - start) / len(units)]
         return answer
+
+    def again(self, request: Request, clients: Sequence[int], send: Send, locals: Mapping[int, Tree | None]) -> Answer:
+        """Run a task once more, and return single replies: nothing is booked, counted or reported a second time.
+
+        Args:
+            locals: the clients' local states before the request; None for a client that had none.
+        """
+        for client, tree in locals.items():
+            self.locals.pop(client, None)
+            self.locals |= {} if tree is None else {client: tree}
+        ledger, emit, clock = self.ledger, self.emit, self.clock
+        self.ledger, self.emit, self.clock = Ledger(ledger.run, hashing=ledger.hashing), _silent, None
+        try:
+            return self.answer(request, clients, send)
+        finally:
+            self.ledger, self.emit, self.clock = ledger, emit, clock
 
     def has_local(self, request: Request, client: int, missing: dict[int, str]) -> bool:
         """Return whether the client has a local state. The first call makes this state.
@@ -242,6 +260,10 @@ class InProcess(Engine):
             got = self.node(tuple(group), self.context(group[0])).receive(request, self.to_device(send))
             found |= dict.fromkeys(group, got)
         return {client: found[client] for client in clients}
+
+
+def _silent(name: str, **facts: Any) -> None:
+    """Emit nothing."""
 
 
 def _refuse_missing_rows(population: Population, algorithm: Method) -> None:

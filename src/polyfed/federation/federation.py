@@ -17,19 +17,20 @@ from torch import Tensor
 
 from polyfed.core import keys
 from polyfed.core.errors import BadReply, Diverged, RecipeError, TooFewReplies
-from polyfed.core.messages import LABELS, Message, tensors
+from polyfed.core.messages import OF_THE_MODEL, Message
 from polyfed.core.request import Accept, HeldOut, Request, Send, Task, contiguous
 from polyfed.core.sendable import check_sent
 from polyfed.core.system.openmp import threads_worth
 from polyfed.core.tasks import info_of, path_of, tasks_of, types_of
-from polyfed.core.tree import SHARED, Tree, block_of
+from polyfed.core.tree import Tree
 from polyfed.data.columns import Column, Columns
 from polyfed.federation.attack import Attack, cure
 from polyfed.federation.client_ranks import ClientRanks
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.clock import Clock
+from polyfed.federation.combined import Combined, CombinedReplies, Combining
 from polyfed.federation.context import ClientContext
-from polyfed.federation.message_validation import NOT_FINITE, MessageValidator, largest_magnitude
+from polyfed.federation.message_validation import NOT_FINITE, MessageValidator, foreign, largest_magnitude
 from polyfed.federation.open_work import Buffer, OpenWork, first_to_arrive
 from polyfed.federation.outliers import ALONE, OutlierCheck, Sizes, too_far
 from polyfed.federation.private_mean import PrivateMean
@@ -47,6 +48,11 @@ HUGE = 1e8
 infinity, the error text names the model as the cause."""
 
 
+FAR_LARGER = (
+    "round {round}: a reply may be far larger than the others, so the clients run again and their replies are compared "
+    "one by one"
+)
+
 Watch = Callable[[Send, Replies], None]
 """Called after a request, with the messages that were sent and the usable replies."""
 
@@ -58,6 +64,16 @@ class Answering(Protocol):
 
     def answer(self, request: Request, clients: Sequence[int], send: Send) -> Answer:
         """Run the task on these clients and return the replies that passed the clients' egress gates."""
+        ...
+
+
+class Combines(Answering, Protocol):
+    """An engine that sums replies where the clients ran."""
+
+    locals: dict[int, Tree]
+
+    def again(self, request: Request, clients: Sequence[int], send: Send, locals: Mapping[int, Tree | None]) -> Answer:
+        """Run a task once more from these local states, and return single replies; nothing is booked again."""
         ...
 
 
@@ -101,6 +117,7 @@ class Federation:
             (`[deployment] rows_cap`); 0 sets no limit.
         min_replies: the quorum: the run ends if fewer clients give a usable reply. A request to fewer than
             `min_replies` clients needs a reply from each of them.
+        combine: whether replies that are only summed are summed where the clients ran (`combined.py`).
         emit: called with the name and the fields of each event.
         clock: simulated time and the links of the clients, or None if the recipe has no [network] section.
         attack: the simulated attack of the [attack] section, or None.
@@ -124,6 +141,7 @@ class Federation:
     min_replies: int = 1
     outlier_factor: float = 100.0
     rows_cap: float = 0.0
+    combine: bool = False
     emit: Callable[..., None] = lambda *_, **__: None
     clock: Clock | None = None
     attack: Attack | None = None
@@ -136,6 +154,7 @@ class Federation:
     asked: int = 0
     _watching: list[Watch] = field(default_factory=list, init=False, repr=False)
     _senders: set[int] = field(default_factory=set, init=False, repr=False)
+    _single: set[str] = field(default_factory=set, init=False, repr=False)
     _validator: MessageValidator | None = field(default=None, init=False, repr=False)
 
     @property
@@ -244,14 +263,53 @@ class Federation:
             return Replies([])
         peak = self._check_sent(request, send)
         sent = self._as_read(request, send, clients)
-        answer = self.engine.answer(request, sorted(clients), sent)
+        answer, how = self._answer(request, clients, sent, accept)
+        if answer.combined is not None and how is not None:
+            missing = self._missing(request, answer.missing | answer.combined.missing, peak)
+            summed = CombinedReplies.of(answer.combined, how, self.template, self.clients, missing)
+            return self._told(request, send, summed, quorum=quorum)
         if self.attack is not None and not self.evaluating:
             answer = self.attack.falsify(answer, sent, self.attack.attackers(len(self.clients), self.seed))
         parts, missing = self.usable(request, answer, sent, accept)
-        replies = Replies(parts, self._missing(request, missing, peak))
-        self._senders.update(client for part in parts for client in part.clients if client >= 0)
+        return self._told(request, send, Replies(parts, self._missing(request, missing, peak)), quorum=quorum)
+
+    def _answer(
+        self, request: Request, clients: Sequence[int], sent: Send, accept: Accept | None
+    ) -> tuple[Answer, Combining | None]:
+        """Return what the engine answers, and how it was to combine the replies, if they may be combined."""
+        how = self._combining(request, accept) if self.combine else None
+        if how is None:
+            return self.engine.answer(request, sorted(clients), sent), None
+        engine = cast(Combines, self.engine)
+        before = {client: engine.locals.get(client) for client in clients}
+        answer = engine.answer(replace(request, combining=how), sorted(clients), sent)
+        if answer.combined is not None and self._alone(request, answer.combined, sent):
+            self.emit("note", text=FAR_LARGER.format(round=self.round))
+            answer = engine.again(request, sorted(clients), sent, before)
+        return answer, how
+
+    def _told(self, request: Request, send: Send, replies: Replies, *, quorum: bool) -> Replies:
+        """Return the replies to a request, after those who watch have seen them; see `ask`."""
+        self._senders.update(client for client in replies if client >= 0)
         self._report(request, send, replies, quorum=quorum)
         return replies
+
+    def _alone(self, request: Request, found: Combined, sent: Send) -> bool:
+        """Return whether the replies of a sum must be compared one by one, as one may be far larger than the others."""
+        check = OutlierCheck(self.outlier_factor, sent)
+        return bool(self.outlier_factor) and not check.harmless(request.reply, found.bounds)
+
+    def _combining(self, request: Request, accept: Accept | None) -> Combining | None:
+        """Return how the replies to a request are summed where the clients ran, or None if each travels."""
+        how = Combining.of(request.reply, cast(Summing, self.owner), self.template, compared=bool(self.outlier_factor))
+        if how is not None and accept is None:
+            return how
+        large = any(said.kind in OF_THE_MODEL for said in request.reply.declared.values())
+        if large and not self.evaluating and request.name not in self._single:
+            self._single.add(request.name)
+            why = "the server reads more than their sum" if how is None else "the method checks each of them"
+            self.emit("note", text=f"[engine] combine: replies to {request.name} travel one by one, because {why}")
+        return None
 
     def _as_read(self, request: Request, send: Send, clients: Sequence[int]) -> Send:
         """Return the messages of a request as clients will read them: with their LoRA ranks, and rounded."""
@@ -553,7 +611,7 @@ class Federation:
             return None
         with threads_worth(part.num_bytes):
             unusable, sizes = self.validator.unusable(part)
-            bad = self._foreign(part) | unusable
+            bad = foreign(part, self.clients) | unusable
         if accept is not None and (fine := part.without(bad)):
             bad |= {client: words for client, reply in Replies([fine]).items() if (words := accept(client, reply))}
         if not bad:
@@ -581,11 +639,3 @@ class Federation:
     def too_far(self, tree: Tree, sent: Tree, factor: float = ALONE) -> str:
         """Return what is wrong with parameters that one client has moved too far, or an empty text (`too_far`)."""
         return too_far(tree, sent, factor) if self.outlier_factor else ""
-
-    def _foreign(self, part: ReplyStack) -> dict[int, str]:
-        """Return the clients that sent blocks of modalities they lack, each with the reason to drop the reply."""
-        whole, named = part.message.whole, tensors(part.message)
-        sent = {block_of(key) for name, key, _ in named if key is not None and name not in whole}
-        known = {client: {*self.clients.owned(client), SHARED, LABELS} for client in part.clients if client >= 0}
-        more = {client: min(sent - own) for client, own in known.items() if not sent <= own}
-        return {client: f"sent something of {block}, which it does not have" for client, block in more.items()}

@@ -20,6 +20,7 @@ from polyfed.core.messages import COMMON, LABELS, OF_THE_MODEL, Declared, Messag
 from polyfed.core.option_checks import NOT_NEGATIVE, Within, between
 from polyfed.core.system.openmp import threads_worth
 from polyfed.core.tree import SHARED, Tree, block_of
+from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.outliers import Sizes, row_norms, sizes
 from polyfed.federation.replies import ReplyStack
 from polyfed.model import Model
@@ -403,6 +404,15 @@ class MessageValidator:
         A client sends either all names of a group or none of them.
         """
         return block_of(name), self.model.is_buffer(name)
+
+
+def foreign(part: ReplyStack, registry: ClientRegistry) -> dict[int, str]:
+    """Return the clients that sent blocks of modalities they lack, each with the reason to drop the reply."""
+    whole, named = part.message.whole, tensors(part.message)
+    sent = {block_of(key) for name, key, _ in named if key is not None and name not in whole}
+    known = {client: {*registry.owned(client), SHARED, LABELS} for client in part.clients if client >= 0}
+    more = {client: min(sent - own) for client, own in known.items() if not sent <= own}
+    return {client: f"sent something of {block}, which it does not have" for client, block in more.items()}
 
 
 def largest_magnitude(msg: Message) -> float:

@@ -101,13 +101,47 @@ class OutlierCheck:
                 wrong.setdefault(client, reason)
         return wrong
 
+    def bounds(self, part: ReplyStack, found: Sizes) -> dict[Block, NDArray[np.float64]]:
+        """Return what `harmless` needs of the replies of a stack, by block.
+
+        Returns:
+            (4, K): the least and the largest possible norm of the update, the norm of what was sent, and the number of
+            entries. Both norms are exact if one of the replies is as large as one that the check could drop.
+        """
+        known: dict[Block, NDArray[np.float64]] = {}
+        for block, norms in found.items():
+            sent, entries = self._sent(part, block), _entries(part, block)
+            least, most = np.abs(norms - sent), norms + sent
+            if not bool((most <= _allowed(sent, entries)).all()):
+                least = most = np.array(list(self._updates(part, block)))
+            known[block] = np.stack([least, most, sent, entries])
+        return known
+
+    def harmless(self, kind: type[Message], known: Mapping[Block, NDArray[np.float64]]) -> bool:
+        """Return whether the check surely drops none of the replies to a request.
+
+        Args:
+            kind: their class.
+            known: the `bounds` of all stacks, side by side.
+        """
+        for (name, _), (least, most, sent, entries) in known.items():
+            number, allowed = _is_number(kind.declared[name]), _allowed(sent, entries)
+            factor, allowed = (self.factor**2, allowed * self.factor**2) if number else (self.factor, allowed)
+            if len(least) > 2:
+                allowed = np.maximum(factor * float(np.sort(least)[len(least) // 2]), allowed)
+            else:
+                allowed = np.where(sent > 0, ALONE * sent, np.inf)
+            if not bool((most <= allowed).all()):
+                return False
+        return True
+
     def _of_block(
         self, block: Block, parts: list[ReplyStack], norms: list[NDArray[np.float64]]
     ) -> Iterator[tuple[int, str]]:
         of_all = np.concatenate(norms)
         sent = np.concatenate([self._sent(part, block) for part in parts])
         entries = np.concatenate([_entries(part, block) for part in parts])
-        allowed = np.where(sent > 0, OF_SENT * sent, np.sqrt(entries))
+        allowed = _allowed(sent, entries)
         if bool((of_all + sent <= allowed).all()):  # no update is larger than both norms together
             return
         number = _is_number(parts[0].message.declared[block[0]])
@@ -172,6 +206,12 @@ def too_far(tree: Mapping[str, Tensor], sent: Mapping[str, Tensor], factor: floa
         if far <= factor * norm or (not norm and far < np.inf)
         else (f"they move the parameters by {far:.2g}, and the norm of the parameters is {norm:.2g}")
     )
+
+
+def _allowed(sent: NDArray[np.float64], entries: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the norm of an update that is always allowed, whatever the other replies are, (K,)."""
+    allowed: NDArray[np.float64] = np.where(sent > 0, OF_SENT * sent, np.sqrt(entries))
+    return allowed
 
 
 def _is_number(said: Declared) -> bool:

@@ -87,10 +87,12 @@ class Answer:
     Attributes:
         parts: stacks of replies, in ascending order of their first client.
         missing: clients without a reply, each with the reason.
+        combined: a `Combined`, the sum of the replies, in place of `parts`, if the engine has combined them.
     """
 
     parts: list[ReplyStack]
     missing: dict[int, str]
+    combined: Any = None
 
     @classmethod
     def of(cls, parts: Iterable[ReplyStack], missing: dict[int, str]) -> "Answer":

@@ -19,7 +19,7 @@ from polyfed.model.modules.layer_replacement import adopt
 from polyfed.model.modules.layers import Rows
 from polyfed.model.modules.seeded_modules import draws_watched
 from polyfed.model.spec import ModelSpec
-from polyfed.model.stand_ins import PROTOTYPES, ClassPrototypes
+from polyfed.model.stand_ins import PROTOTYPES, ZERO_INPUT, ClassPrototypes, ZeroInputs
 from polyfed.model.trial_calls import check_trial_calls
 from polyfed.model.user_classes import called, described, fusion_class
 from polyfed.model.whole_module import build_whole
@@ -70,6 +70,8 @@ def build_model(
     if spec.absent == "prototypes":
         factories = {name: _completing(make, num_classes, spec.embedding) for name, make in factories.items()}
     shared = _frozen_factory(_shared_factory(spec, num_classes, tuple(read), rows), SHARED, kept)
+    if spec.absent == "input":
+        shared = _with_zero_inputs(shared, Model(factories, shared, rows, shapes, num_classes, key), spec, width)
     model = Model(factories, shared, rows, shapes, num_classes, key)
     _check_outputs(model, spec)
     for name in read if spec.absent == "prototypes" else ():
@@ -84,6 +86,35 @@ def _completing(make: Callable[[], Block], classes: int, embedding: int) -> Call
         block = make()
         block.prototypes = ClassPrototypes(classes, embedding)
         return block
+
+    return made
+
+
+def _with_zero_inputs(make: Callable[[], Fusion], model: Model, spec: ModelSpec, width: int) -> Callable[[], Fusion]:
+    """Return a factory of the fusion with a buffer for the result of each modality's block for a sample of zeros.
+
+    Args:
+        model: the same model without these buffers.
+        width: the width of the first fusion layer.
+
+    Raises:
+        ModelError: the fusion is the user's own and has parts, of which it may read more than their results.
+    """
+    part = fusion_class(spec.fusion).part(spec.embedding, width)
+    if part is not None and spec.fusion not in FUSIONS:
+        raise ModelError(
+            f"[model] absent = 'input': {described(spec.fusion)} has a part for each modality, and clients without a "
+            "modality lack its part. Let `part` return None, or remove absent",
+            ("model", "absent"),
+        )
+    sizes = {m: model.encoded_shape(m) for m in model.modalities}
+    if part is not None:
+        sizes = {m: tuple(part(torch.zeros(1, *shape)).shape[1:]) for m, shape in sizes.items()}
+
+    def made() -> Fusion:
+        fusion = make()
+        fusion.add_module(ZERO_INPUT, ZeroInputs(sizes))
+        return fusion
 
     return made
 
@@ -129,7 +160,11 @@ def _frozen_factory(make: Callable[[], _M], block: str, kept: Mapping[str, Tree]
     Raises:
         ModelError: the values do not fit the block. The text names each tensor that does not.
     """
-    values = {n: v for n, v in under(block, kept.get(block, {})).items() if not n.startswith(f"{PROTOTYPES}.")}
+    values = {
+        n: v
+        for n, v in under(block, kept.get(block, {})).items()
+        if not n.startswith((f"{PROTOTYPES}.", f"{ZERO_INPUT}."))
+    }
     if not values:
         return make
 

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from polyfed.model.stand_ins import Given
+
 Parts = Mapping[str, nn.Module | None]
 """For each modality, its part of the fusion, or None if the fusion has no such parts."""
 
@@ -120,7 +122,8 @@ class Concat(Fusion):
         for name, value in masked(z, present).items():
             part = parts[name]
             assert part is not None
-            total = torch.addmm(total, value, part.weight.t())  # type: ignore[operator]
+            given = isinstance(part, Given)
+            total = total + part(value) if given else torch.addmm(total, value, part.weight.t())  # type: ignore[operator]
         return total
 
     @override

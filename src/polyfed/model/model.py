@@ -15,12 +15,20 @@ from torch.utils._pytree import tree_map
 from polyfed.core.batch import Batch
 from polyfed.core.errors import ModelError
 from polyfed.core.tree import SHARED, Tree, block_of
-from polyfed.model.fusion import Fusion, masked
+from polyfed.model.fusion import Fusion, Parts, masked
 from polyfed.model.modules.layers import BatchNorm, Dropout, Rows
 from polyfed.model.modules.parameter_slots import Naming, Slots, as_it_is
 from polyfed.model.modules.recompute import Recompute
 from polyfed.model.modules.seeded_modules import flops_of, leaves, made, result_bytes_of
-from polyfed.model.stand_ins import ClassPrototypes, names_of, placed, stand_ins
+from polyfed.model.stand_ins import (
+    ZERO_INPUT,
+    ClassPrototypes,
+    Given,
+    names_of,
+    placed,
+    stand_ins,
+    zero_input_name,
+)
 
 _NORMS = (
     BatchNorm,
@@ -33,6 +41,11 @@ _NORMS = (
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 V = TypeVar("V", Tensor, dict[str, Tensor])
+
+
+def _dtype_of(x: Mapping[str, Tensor]) -> torch.dtype:
+    """Return the type of a batch's samples: float64 in `in_float64`, else float32."""
+    return next(iter(x.values())).dtype if x else torch.float32
 
 
 def _as_float32(value: Tensor) -> Tensor:
@@ -79,6 +92,7 @@ class Model:
         recomputes: whether a layer computes its activations again in the backward pass, which `vmap` does not support.
         sequential: whether embeddings are sequences (B, T, E) rather than vectors (B, E).
         has_embeddings: whether modalities have embeddings; if not, `features` returns the samples.
+        zero_inputs: modality -> the name of its buffer for `absent = "input"` (`stand_ins.py`); empty otherwise.
     """
 
     def __init__(
@@ -101,6 +115,8 @@ class Model:
         self._encoders: dict[str, Callable[[Tensor], Tensor]] = {name: b.encoder for name, b in blocks.items()}
         self._parts = {name: block.fusion for name, block in blocks.items()}
         self._near = {name: names_of(name) for name, block in blocks.items() if block.prototypes is not None}
+        own = self.modalities if ZERO_INPUT in self._fusion._modules else ()
+        self.zero_inputs = {name: zero_input_name(name) for name in own}
         self._rows, self._naming, self._slots = rows, naming, Slots(self._modules, naming)
         names = list(reversed(self._slots.names))
         self._first = {kind: {block_of(n): n for n in names if f".{kind}." in n} for kind in ("encoder", "fusion")}
@@ -143,7 +159,7 @@ class Model:
         if block != SHARED:
             return flops_of(lambda: self._features(batch)) + self.part_flops(block)
         z = self._features(batch)
-        return flops_of(lambda: self._fuse(z, batch)) - sum(map(self.part_flops, self.modalities))
+        return flops_of(lambda: self._fuse(z, batch, self._parts)) - sum(map(self.part_flops, self.modalities))
 
     def activation_bytes(self, modalities: Iterable[str]) -> int:
         """Bytes of the results of all operations in the forward pass of one sample with these modalities.
@@ -153,7 +169,7 @@ class Model:
         names = tuple(modalities)
         if names not in self._activations:
             batch = self.zero_batch(1, names)
-            self._activations[names] = result_bytes_of(lambda: self._fuse(self._features(batch), batch))
+            self._activations[names] = result_bytes_of(lambda: self._fuse(self._features(batch), batch, self._parts))
         return self._activations[names]
 
     def part_flops(self, modality: str) -> int:
@@ -272,31 +288,30 @@ class Model:
     def fuse(self, w: Mapping[str, Tensor], features: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """Logits (B, C) of embeddings. A modality that is absent from the batch or from a row counts as zero.
 
-        If the Tree holds its prototypes, they stand in for it (`stand_ins.py`).
+        Its prototypes or the embedding of a zero sample may stand in for it (`stand_ins.py`).
         """
         self._check_owned(w, features, "fusion")
-        features, batch = self._completed(w, features, batch)
         with self._using(w, batch):
-            return self._fuse(features, batch)
+            return self._fuse(*self._completed(w, features, batch))
 
     def joint(self, w: Mapping[str, Tensor], features: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """The joint representation (B, J) of all modalities, which the head receives; see `Fusion.joint`."""
         self._check_owned(w, features, "fusion")
-        features, batch = self._completed(w, features, batch)
         with self._using(w, batch):
-            return self._over(lambda z: self._fusion.joint(self._parts, z, batch.present), features, batch)
+            features, batch, parts = self._completed(w, features, batch)
+            return self._over(lambda z: self._fusion.joint(parts, z, batch.present), features, batch)
 
     def views(self, w: Mapping[str, Tensor], features: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         """The `logits` (B, C), and what the fusion computes on the way to them, by name; see `Fusion.views`."""
         self._check_owned(w, features, "fusion")
-        features, batch = self._completed(w, features, batch)
-
-        def call(z: dict[str, Tensor]) -> dict[str, Tensor]:
-            found = self._fusion.views(self._parts, z, batch.present)
-            logits: Tensor = self._fusion.head(found["joint"])
-            return found | {"logits": logits}
-
         with self._using(w, batch):
+            features, batch, parts = self._completed(w, features, batch)
+
+            def call(z: dict[str, Tensor]) -> dict[str, Tensor]:
+                found = self._fusion.views(parts, z, batch.present)
+                logits: Tensor = self._fusion.head(found["joint"])
+                return found | {"logits": logits}
+
             return self._over(call, features, batch)
 
     def classify(self, w: Mapping[str, Tensor], joint: Tensor, batch: Batch) -> Tensor:
@@ -334,7 +349,7 @@ class Model:
         own = {modality: features[modality]}
         with self._using(w, batch):
             if mode == "zero":
-                return self._fuse(own, batch)
+                return self._fuse(own, batch, self._parts)
             if not self._fusion.linear:
                 raise ModelError(
                     "Uni-modal evaluation 'head' splits the logits into one term per modality, which only "
@@ -355,19 +370,61 @@ class Model:
 
     def _completed(
         self, w: Mapping[str, Tensor], features: Mapping[str, Tensor], batch: Batch
-    ) -> tuple[Mapping[str, Tensor], Batch]:
-        """Return the embeddings and the batch with stand-ins for what is absent, if the Tree holds prototypes."""
+    ) -> tuple[Mapping[str, Tensor], Batch, Parts]:
+        """Return the embeddings with stand-ins for what is absent, the batch that has them, and the fusion's parts."""
+        if self.zero_inputs:
+            return self._with_zero_samples(w, features, batch)
         near = {m: (w[mean], w[known] > 0) for m, (mean, known) in self._near.items() if mean in w}
         wanted = [m for m in near if m not in features or m in batch.present]
         if not wanted:
-            return features, batch
+            return features, batch, self._parts
         vectors = {m: self.vector(z) for m, z in features.items()}
         z, present = dict(features), dict(batch.present)
         for m, (stand_in, has) in stand_ins(near, vectors, batch.present, wanted).items():
             there = present.get(m, torch.zeros_like(has))
             z[m] = placed(features.get(m), there, stand_in, self.encoded_shape(m)[:-1])
             present[m] = there | has
-        return z, replace(batch, present=present)
+        return z, replace(batch, present=present), self._parts
+
+    def _with_zero_samples(
+        self, w: Mapping[str, Tensor], features: Mapping[str, Tensor], batch: Batch
+    ) -> tuple[Mapping[str, Tensor], Batch, Parts]:
+        """Return the result of `_completed` under `absent = "input"`: every modality is there.
+
+        `features` has the embeddings of zero samples for rows that lack the modality. A modality that no row has comes
+        from its encoder if the Tree has it, and otherwise from its buffer.
+        """
+        z, parts, rows = dict(features), dict(self._parts), len(batch.y)
+        for m, name in self.zero_inputs.items():
+            if m in z:
+                continue
+            if self._has_block(w, m):
+                none = torch.zeros(rows, dtype=torch.bool, device=batch.y.device)
+                x = torch.zeros(rows, *self.shapes[m], device=batch.y.device, dtype=_dtype_of(batch.x))
+                z |= self._features(replace(batch, x={m: x}, present={m: none}))
+            elif parts[m] is None:
+                z[m] = w[name].expand(rows, *w[name].shape)
+            else:
+                z[m], parts[m] = w[name].new_zeros(rows, self._fusion.embedding), Given(w[name])
+        return z, replace(batch, present={}), parts
+
+    def _has_block(self, w: Mapping[str, Tensor], modality: str) -> bool:
+        """Return whether the Tree holds the whole block of a modality."""
+        return all(name in w for name in self._slots.names if block_of(name) == modality)
+
+    def with_zero_inputs(self, w: Tree) -> Tree:
+        """Return the Tree with what each block that it has makes of a sample of zeros; see `ZeroInputs`."""
+        own = [m for m in self.zero_inputs if self._has_block(w, m)]
+        if not own or not w:
+            return w
+        self._slots.place(next(iter(w.values())).device)
+        batch = self.zero_batch(1, own)
+        found = {}
+        with torch.no_grad(), self._using(w, batch):
+            for m, z in self._features(batch).items():
+                part = self._parts[m]
+                found[self.zero_inputs[m]] = (z if part is None else part(z))[0].clone()
+        return w | found
 
     def _using(self, w: Mapping[str, Tensor], batch: Batch) -> AbstractContextManager[None]:
         self._rows.bound = w is not self._live
@@ -384,19 +441,19 @@ class Model:
             assert name is None or name in w, f"the Tree lacks the block of {modality!r}, which the batch has"
 
     def _features(self, batch: Batch) -> dict[str, Tensor]:
-        z = {}
+        z, x = {}, masked(batch.x, batch.present) if self.zero_inputs else batch.x
         try:
             with self._autocast():
                 for name, encoder in self._encoders.items():
-                    if name in batch.x:
+                    if name in x:
                         self._rows.see(batch, batch.present.get(name))
-                        z[name] = encoder(batch.x[name])
+                        z[name] = encoder(x[name])
         finally:
             self._rows.clear()
         return {name: value.float() for name, value in z.items()} if self._lower else z
 
-    def _fuse(self, features: Mapping[str, Tensor], batch: Batch) -> Tensor:
-        logits: Tensor = self._over(lambda z: self._fusion(self._parts, z, batch.present), features, batch)
+    def _fuse(self, features: Mapping[str, Tensor], batch: Batch, parts: Parts) -> Tensor:
+        logits: Tensor = self._over(lambda z: self._fusion(parts, z, batch.present), features, batch)
         return logits
 
     def _over(self, call: Callable[[dict[str, Tensor]], V], features: Mapping[str, Tensor], batch: Batch) -> V:
@@ -438,6 +495,15 @@ class Model:
         """Names of tensors after the encoders: the shared ones, and those of these modalities (default: all)."""
         parts = {n for m in (self.modalities if modalities is None else modalities) for n in self.head_slice(m)}
         return tuple(name for name in self._slots.names if name in parts or block_of(name) == SHARED)
+
+    def classifier(self) -> tuple[str, ...]:
+        """Names of the last layer, which gives the logits: all of `head` if they are linear in the embeddings.
+
+        Empty for a whole module, which does not say which layer this is.
+        """
+        last, given = f"{SHARED}.head.{len(self._fusion.head) - 1}.", {*self.zero_inputs.values()}
+        own = (name for name in self.head() if name not in given)
+        return tuple(name for name in own if self._fusion.linear or name.startswith(last))
 
     @property
     def norm_names(self) -> frozenset[str]:

@@ -12,7 +12,7 @@ from polyfed.core.problems import Problems
 from polyfed.model import user_classes
 from polyfed.model.checks import one_of, probability, sizes, whole
 from polyfed.model.encoders.catalogue import encoder_spec
-from polyfed.model.fusion import FUSIONS, Fusion
+from polyfed.model.fusion import FUSIONS, Adapted, Fusion, WholeRow
 
 MODEL_WIDTHS = ("embedding", "head", "attention_hidden")
 """Fields of the section that `widened` scales."""
@@ -48,8 +48,9 @@ class ModelSpec:
             the class or a module (docs/models.md).
         module_options: more arguments for the constructor of `module`.
         blocks: for each modality, prefixes of the parameter names in `module` that serve only this modality.
-        absent: what takes the place of the embedding of a modality that a row lacks: `zero`, or `prototypes`, a mean of
-            class prototypes. The method `pmcmfl`, which learns them, and evaluations of its models set it themselves.
+        absent: what takes the place of the embedding of a modality that a row lacks: `zero`; `input`, what the encoder
+            makes of a sample of zeros; or `prototypes`, a mean of class prototypes, which `pmcmfl` and evaluations of
+            its models set themselves.
         init: where the initial parameters come from (warm start): the folder of a run or of `Run.export`, or a
             safetensors file with names as in a Tree. Empty: they are drawn from the seed.
         init_blocks: the blocks that `init` fills, empty for all; the others are drawn from the seed.
@@ -69,7 +70,7 @@ class ModelSpec:
     module: Any = None
     module_options: Mapping[str, Any] = field(default_factory=dict)
     blocks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    absent: Literal["zero", "prototypes"] = "zero"
+    absent: Literal["zero", "input", "prototypes"] = "zero"
     init: str = ""
     init_blocks: tuple[str, ...] = ()
     freeze: tuple[str, ...] = ()
@@ -83,7 +84,7 @@ class ModelSpec:
             "controls_chosen": self._check_controls,
             "dropout": lambda: probability("[model] dropout", self.dropout),
             "head": lambda: sizes("[model] head", self.head),
-            "absent": lambda: one_of("[model] absent", self.absent, ("zero", "prototypes")),
+            "absent": self._check_absent,
         }
         for name in ("embedding", "attention_hidden", "attention_heads", "controls"):
             checks[name] = partial(whole, f"[model] {name}", getattr(self, name))
@@ -116,6 +117,21 @@ class ModelSpec:
         else:
             fusion = user_classes.read("[model] fusion", self.fusion, Fusion, f"one of {', '.join(FUSIONS)}, or ")
             object.__setattr__(self, "fusion", fusion)
+
+    def _check_absent(self) -> None:
+        """Check what is absent.
+
+        Raises:
+            ModelError: there is no such word, or the fusion completes rows itself.
+        """
+        one_of("[model] absent", self.absent, ("zero", "input", "prototypes"))
+        fusion = FUSIONS.get(self.fusion) if isinstance(self.fusion, str) else None
+        if self.absent == "input" and fusion is not None and issubclass(fusion, WholeRow | Adapted):
+            raise ModelError(
+                f"[model] absent = 'input': the fusion '{self.fusion}' completes rows itself, or joins modalities "
+                "before the first layer. Remove absent, or take another fusion, such as 'sum'",
+                ("model", "absent"),
+            )
 
     def _check_controls(self) -> None:
         """Check that no more controls are chosen than there are.

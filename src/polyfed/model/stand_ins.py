@@ -1,4 +1,4 @@
-"""Stand-ins: class prototypes in place of the embedding of a modality that a row lacks.
+"""Stand-ins for the embedding of a modality that a row lacks: class prototypes, or the embedding of a zero sample.
 
 With `[model] absent = "prototypes"`, the block of each modality has a buffer with the mean embedding of every class,
 which a method fills (`algorithms/modalities/pmcmfl.py`). The class of a new row is unknown, so its stand-in for
@@ -7,6 +7,9 @@ the row has: softmax over c of the negative distance to the prototype of class c
 counts if it has a prototype in m and in each modality of the row. Without such a class, or without any modality, the
 embedding stays zero.
 
+With `absent = "input"`, the encoder of m reads a sample of zeros. A client without m has no block of m, so the block
+`shared` has a buffer for each modality, in which the server puts the result for the clients (`algorithms/averaging`).
+
 Shape letters: `B` rows, `C` classes, `E` width of the embedding, `T` time steps.
 """
 
@@ -14,6 +17,9 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
+
+from polyfed.core.tree import SHARED
 
 PROTOTYPES = "prototypes"
 """Name of the module of prototypes in the block of a modality: `audio.prototypes.mean`."""
@@ -29,6 +35,50 @@ class ClassPrototypes(nn.Module):
         super().__init__()
         self.register_buffer(MEAN, torch.zeros(classes, embedding))
         self.register_buffer(KNOWN, torch.zeros(classes))
+
+
+ZERO_INPUT = "zero_input"
+"""Name of the module of `ZeroInputs` in the shared block: `shared.zero_input.audio`."""
+
+
+class ZeroInputs(nn.Module):
+    """A buffer for each modality: what its block makes of a sample of zeros.
+
+    Args:
+        sizes: modality -> shape of the buffer: that of an embedding, or of what the modality's part of the fusion
+            makes of it.
+    """
+
+    def __init__(self, sizes: Mapping[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        for modality, shape in sizes.items():
+            self.register_buffer(_buffer(modality), torch.zeros(shape))
+
+
+class Given(nn.Module):
+    """Stands for the part of the fusion of a modality whose block is not here: it returns a given result (J,)."""
+
+    def __init__(self, result: Tensor) -> None:
+        super().__init__()
+        self.result = result
+
+    @override
+    def forward(self, z: Tensor) -> Tensor:
+        return self.result.expand(z.shape[0], *self.result.shape)
+
+
+def _buffer(modality: str) -> str:
+    return f"{modality}_embedding"  # an nn.Module has attributes such as `training`
+
+
+def zero_input_name(modality: str) -> str:
+    """Return the name of a modality's buffer of `ZeroInputs` in a Tree."""
+    return f"{SHARED}.{ZERO_INPUT}.{_buffer(modality)}"
+
+
+def is_zero_input(name: str) -> bool:
+    """Return whether a name in a Tree is that of a buffer of `ZeroInputs`."""
+    return name.startswith(f"{SHARED}.{ZERO_INPUT}.")
 
 
 def names_of(modality: str) -> tuple[str, str]:

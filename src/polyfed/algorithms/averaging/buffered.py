@@ -283,7 +283,7 @@ class Buffered(Averaging[B]):
     @property
     @override
     def single_replies(self) -> str:
-        return "a buffer mixes replies to requests of several rounds, whose masks do not cancel"
+        return "a buffer mixes replies to requests of several rounds, which are not added as they are"
 
 
 def _too_many(buffer: float, running: float) -> bool:

@@ -16,8 +16,10 @@ from polyfed.model import Model
 from polyfed.training.optimisers import Train
 
 HEAD, ENCODERS, NORMS, PROJECTIONS = "head", "encoders", "norms", "projections"
+FUSION, CLASSIFIER = "fusion", "classifier"
 """Words that the option `private` accepts besides block names: everything after the encoders, all encoders, all
-normalisation layers, wherever they are, and the modalities' own projections in the fusion `adapted`."""
+normalisation layers, wherever they are, the modalities' own projections in the fusion `adapted`, and the two parts of
+the head: its last layer, and everything before that."""
 
 PRIVATE, TUNED = "@private", "@tuned"
 """Prefixes in a client's local state: its private parameters, and its model after fine-tuning. No modality can have a
@@ -69,15 +71,17 @@ def names_of(words: Iterable[str], model: Model) -> frozenset[str]:
     """Return the names of the parameters and buffers that the words of the option `private` select.
 
     Args:
-        words: `shared`, modalities, `head`, `encoders`, `norms` or `projections`. A modality with one of the last four
-            names has precedence.
+        words: `shared`, modalities, `head`, `encoders`, `norms`, `projections`, `fusion` or `classifier`. A modality
+            with one of the last six names has precedence.
 
     Raises:
         RecipeError: a word matches nothing in the model.
     """
     head, found = frozenset(model.head()), set[str]()
     everything = model.names(model.modalities)
+    last = frozenset(model.classifier())
     groups = {HEAD: head, ENCODERS: frozenset(everything) - head, NORMS: model.norm_names}
+    groups |= {CLASSIFIER: last, FUSION: head - last if last else last}
     groups[PROJECTIONS] = frozenset(n for m in model.modalities for n in model.head_slice(m) if _projects(n))
     groups |= {block: frozenset(n for n in everything if block_of(n) == block) for block in (*model.modalities, SHARED)}
     for word in words:
@@ -95,11 +99,12 @@ def names_of(words: Iterable[str], model: Model) -> frozenset[str]:
         if not groups[word]:
             raise RecipeError(
                 f"[algorithm] private = '{word}': this block has no parameters that train, so there is nothing to "
-                "keep. Remove the word",
+                "keep. Remove the word"
+                + (", or give the model a layer before the last one, as [model] head does" if word == FUSION else ""),
                 ("algorithm", "private"),
             )
         found |= groups[word]
-    return frozenset(found)
+    return frozenset(found - {*model.zero_inputs.values()})
 
 
 def _projects(name: str) -> bool:
@@ -113,7 +118,7 @@ def refuse_all_private(words: Iterable[str], model: Model) -> None:
     Raises:
         RecipeError: every parameter is private.
     """
-    if not set(model.names(model.modalities)) - names_of(words, model):
+    if not set(model.names(model.modalities)) - names_of(words, model) - {*model.zero_inputs.values()}:
         raise RecipeError(
             f"[algorithm] private = {list(words)}: every block is private, so nothing would be averaged. Leave one "
             "out, or use the algorithm 'local'",

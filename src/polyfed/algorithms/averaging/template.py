@@ -108,8 +108,8 @@ class Averaging(Algorithm[A]):
         selector: the rule from the [selection] section that chooses which clients take part.
         server: how the server uses the mean, as set in the [server] section.
         private: blocks that every client keeps and never sends: `shared`, a modality, `head` (everything after the
-            encoders), `encoders`, `norms` (all normalisation layers) or `projections` (the fusion `adapted`); see
-            docs/algorithms/private-blocks.md.
+            encoders), `classifier` (its last layer), `fusion` (what precedes that), `encoders`, `norms` (all
+            normalisation layers) or `projections` (the fusion `adapted`); see docs/algorithms/private-blocks.md.
         private_epochs: epochs in which a client trains only its private blocks, and afterwards only the others, as in
             FedRep; 0 trains all together, as in FedPer.
         fine_tune: epochs in which every client trains a copy of its model after the last round, before the last
@@ -183,7 +183,7 @@ class Averaging(Algorithm[A]):
 
     @override
     def init(self, fed: Federation, params: Tree) -> Any:
-        kept = self.private_names(fed.context.model)
+        kept, params = self.private_names(fed.context.model), fed.context.model.with_zero_inputs(params)
         params = {name: value for name, value in params.items() if name not in kept}
         return State(params, self.server.moments(fed.context.model.trainable(params)), self.selector.start(params))
 
@@ -197,7 +197,10 @@ class Averaging(Algorithm[A]):
         if not replies:
             return state
         memory = self.selector.learn(memory, state.params, replies, fed)
-        return self.merge(state.with_(memory=memory, train_loss=mean_loss(replies, fed)), replies, fed)
+        merged = self.merge(state.with_(memory=memory, train_loss=mean_loss(replies, fed)), replies, fed)
+        model = fed.context.model
+        given = {name: state.params[name] for name in model.zero_inputs.values()}  # only the server changes them
+        return merged.with_(params=model.with_zero_inputs(merged.params | given)) if given else merged
 
     def merges(self, clients: ClientRegistry) -> int:
         """Return how many replies `merge` gets if no client fails."""

@@ -26,6 +26,8 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from itertools import accumulate
 from multiprocessing import connection
 from typing import Any
 
@@ -39,13 +41,17 @@ from polyfed.core.request import Request, Send
 from polyfed.core.system.openmp import can_end_idle_threads, end_idle_threads
 from polyfed.core.tree import Tree, size_bytes
 from polyfed.engines.workers.cluster import Cluster, Lost
-from polyfed.engines.workers.process import Done, Job, Sent, Served, Unit, message_of, names, serve, values
+from polyfed.engines.workers.process import Done, Entries, Job, Sent, Served, Unit, message_of, names, serve, values
 from polyfed.engines.workers.shared_memory import Arena, Memory, Packed, copied
+from polyfed.federation.combined import Combined, Span, halves, summed
 from polyfed.federation.replies import Answer, ReplyStack
 
 BUNDLES = 4
 """Average number of bundles of units that each worker gets in a request. More bundles balance the load better, but each
 bundle costs about 0.3 ms to send."""
+
+FACTS = ("round", "rounds", "number", "seed", "turn", "held_out", "combining")
+"""Attributes of a request that travel with its jobs, beside the name of its task."""
 
 TRIES = 2
 """Largest number of attempts to run a bundle whose worker process dies."""
@@ -68,6 +74,7 @@ class Workers:
         broadcast: memory for a message that all clients receive.
         returned: number of jobs that workers have returned.
         moved: bytes of local states that were sent to a worker.
+        received: bytes of replies, or of their sums, that workers have sent.
 
     Raises:
         RecipeError: the workers would use several threads, and a forked process could wait for them forever.
@@ -94,7 +101,7 @@ class Workers:
         self.cluster = cluster
         self.broadcast: Memory = Arena() if cluster is None else Packed()
         self.started: list[_Worker] = []
-        self.returned = self.moved = 0
+        self.returned = self.moved = self.received = 0
         self._told: list[tuple[str, dict[str, Any]]] = []
         self._close = weakref.finalize(self, _close_all, self.started, os.getpid())
 
@@ -151,24 +158,34 @@ class Workers:
         clients = [client for unit in units for client in unit]
         if self.cluster is not None:
             self.num = self.cluster.open(self.engine, self.wanted, self.threads, self.devices[0])  # nodes join and end
-        todo = dict(enumerate(bundled(units, work, BUNDLES * self.num)))
+        spans = [] if request.combining is None else subtrees(units, work, BUNDLES * self.num)
+        todo = dict(enumerate([[*units[a:b]] for a, b in spans] if spans else bundled(units, work, BUNDLES * self.num)))
         self.start(min(self.num, len(todo)))
         end_idle_threads()
         sent = None
         if isinstance(send, Message):
             sent = [(clients, list(zip(names(send), self.broadcast.write(values(send)), strict=True)))]
         try:
-            return self._collect(request, todo, send, sent)
+            answer, sums = self._collect(request, todo, send, sent)
         except BaseException:
             self.close()  # the workers may still send results of this request, and nobody will read them
             raise
+        if request.combining is None:
+            return answer
+        found = {span: sums.get(number, Combined()) for number, span in enumerate(spans)}
+        return replace(answer, combined=summed((0, len(units)), found.get))
 
-    def _collect(self, request: Request, todo: dict[int, list[Unit]], send: Send, sent: Sent | None) -> Answer:
+    def _collect(
+        self, request: Request, todo: dict[int, list[Unit]], send: Send, sent: Sent | None
+    ) -> tuple[Answer, dict[int, Combined]]:
         """Send the bundles to idle workers, one after another, and collect the results.
 
         A worker whose result outlives its next job gets this job first, so that it does not wait for the server.
+
+        Returns:
+            The replies, and for each bundle the sum of its replies, if workers combine them.
         """
-        answer = Answer([], {})
+        answer, sums = Answer([], {}), dict[int, Combined]()
         waiting, tries = list(todo), dict.fromkeys(todo, 0)
         busy: dict[_Worker, int] = {}
         arrived: dict[_Worker, tuple[int, Any]] = {}  # worker -> a bundle, and what gives its result
@@ -189,7 +206,10 @@ class Workers:
             number, result = arrived.pop(worker)
             taken = worker.take(result)
             if taken is not None:
-                self._merge(request, worker, *taken, answer)
+                total = self._merge(request, worker, *taken, answer)
+                if total is not None:
+                    assert number not in sums, "no bundle counts twice"
+                    sums[number] = total
                 continue
             reason = self._replace(worker, todo[number])
             if worker in busy:  # the next job of a dead worker has not begun
@@ -200,7 +220,7 @@ class Workers:
             else:
                 reason = f"{reason}, {TRIES} times; lack of memory is the usual cause"
                 answer.missing.update({client: reason for unit in todo[number] for client in unit})
-        return Answer.of(answer.parts, answer.missing)
+        return Answer.of(answer.parts, answer.missing), sums
 
     def _job(self, worker: "_Worker", request: Request, units: list[Unit], send: Send, sent: Sent | None) -> Job:
         """Write the messages and local states of the units into the worker's memory, and return the job."""
@@ -215,14 +235,17 @@ class Workers:
         places = iter(worker.down.write(flat))
         messages = [([client], [(name, next(places)) for name in names(msg)]) for client, msg in own.items()]
         locals_ = {client: [(name, next(places)) for name in tree] for client, tree in trees.items()}
-        facts = {name: getattr(request, name) for name in ("round", "rounds", "number", "seed", "turn", "held_out")}
+        facts = {name: getattr(request, name) for name in FACTS}
         stale, worker.stale = worker.stale, []
-        return Job(
-            request.name, facts, units, messages if sent is None else sent, sent is not None, locals_, held, stale
-        )
+        parcel = messages if sent is None else sent
+        return Job(request.name, facts, units, parcel, sent is not None, locals_, held, stale)
 
-    def _merge(self, request: Request, worker: "_Worker", done: Done, up: Memory, answer: Answer) -> None:
-        """Add a worker's results to the answer, the local states, the ledger, the clock and the events."""
+    def _merge(self, request: Request, worker: "_Worker", done: Done, up: Memory, answer: Answer) -> Combined | None:
+        """Add a worker's results to the answer, the local states, the ledger, the clock and the events.
+
+        Returns:
+            The sum of the replies, if the job combined them.
+        """
         self.returned += 1
         for entry in done.entries:
             self.engine.ledger.book(entry)
@@ -239,11 +262,20 @@ class Workers:
         answer.missing.update(done.missing)
         for clients, entries in done.parts:
             answer.parts.append(ReplyStack(clients, message_of(request.reply, entries, up, copy=True)))
+            self.received += answer.parts[-1].num_bytes
         for client, tree in done.locals.items():
             values = up.read(place for _, place in tree)
             self.engine.keep({client: {name: copied(v) for (name, _), v in zip(tree, values, strict=True)}})
             if worker.remembers:
                 self._remember(worker, client)
+        return None if done.combined is None else self._sums(*done.combined, up)
+
+    def _sums(self, combined: Combined, entries: Entries, up: Memory) -> Combined:
+        """Return the sum of the replies of a job, with its tensors, which are in the worker's memory."""
+        found = up.read(place for _, place in entries)
+        sums = {entry: copied(value) for (entry, _), value in zip(entries, found, strict=True)}
+        self.received += sum(value.nbytes for value in sums.values())
+        return replace(combined, sums=sums)
 
     def _remember(self, worker: "_Worker", client: int) -> None:
         """Note that this worker holds the client's newest state, and that no other worker does."""
@@ -478,6 +510,22 @@ def _close_all(workers: list[_Worker], owner: int) -> None:
     """End these worker processes. Later workers have a copy of the list, and its deletion there must end nothing."""
     while workers and os.getpid() == owner:
         workers.pop().close()
+
+
+def subtrees(units: Sequence[Unit], work: Mapping[int, float], most: int) -> list[Span]:
+    """Divide the tree of the units into subtrees of at most one part in `most` of the work, or of a single unit.
+
+    The subtree with the most work is the first one.
+    """
+    each = list(accumulate((sum(work[client] for client in unit) for unit in units), initial=0.0))
+    found, left = list[Span](), [(0, len(units))]
+    while left:
+        span = left.pop()
+        if span[1] - span[0] > 1 and each[span[1]] - each[span[0]] > 1.0001 * each[-1] / most:  # sums are rounded
+            left += reversed(halves(span))
+        else:
+            found.append(span)
+    return sorted(found, key=lambda span: each[span[0]] - each[span[1]])
 
 
 def bundled(units: Sequence[Unit], work: Mapping[int, float], most: int) -> list[list[Unit]]:

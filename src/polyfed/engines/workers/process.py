@@ -5,7 +5,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import FileIO, TextIOWrapper
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
@@ -22,6 +22,7 @@ from polyfed.data import Population
 from polyfed.engines.machine.gpu import deterministic
 from polyfed.engines.workers.shared_memory import Arena, Memory, Place, copied
 from polyfed.federation.clock import Clock
+from polyfed.federation.combined import Combined
 from polyfed.federation.replies import Answer
 from polyfed.privacy.egress.ledger import Entry, Ledger
 
@@ -119,6 +120,7 @@ class Done:
         events: names and fields of the events, in order.
         spent_flops: client -> the number of floating-point operations that its tasks took. Simulated time uses it.
         error: the exception that ends the run, or None.
+        combined: the sum of the replies without its tensors, and the places of these, if the job combines replies.
     """
 
     parts: list[tuple[tuple[int, ...], Entries]]
@@ -128,6 +130,7 @@ class Done:
     events: list[tuple[str, dict[str, Any]]]
     spent_flops: dict[int, float]
     error: BaseException | None
+    combined: tuple[Combined, Entries] | None = None
 
 
 def serve(
@@ -246,16 +249,23 @@ def _done(
         error = _sendable(ending)
     changed = {client: tree for client, tree in engine.locals.items() if tree is not before[client]}
     held.update(changed)
+    combined: Combined | None = answer.combined
     flat = [value for part in answer.parts for value in values(part.message)]
+    flat += [] if combined is None else combined.sums.values()
     places = iter(up.write([*flat, *(value for tree in changed.values() for value in tree.values())]))
+    parts = [(part.clients, [(name, next(places)) for name in names(part.message)]) for part in answer.parts]
+    total = None
+    if combined is not None:
+        total = replace(combined, sums={}), [(entry, next(places)) for entry in combined.sums]
     return Done(
-        [(part.clients, [(name, next(places)) for name in names(part.message)]) for part in answer.parts],
+        parts,
         answer.missing,
         {client: [(name, next(places)) for name in tree] for client, tree in changed.items()},
         engine.ledger.drain(),
         events,
         {} if engine.clock is None else engine.clock.spent_flops.pop(request.number, {}),
         error,
+        total,
     )
 
 

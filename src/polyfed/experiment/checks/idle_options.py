@@ -101,6 +101,8 @@ def _across(assembly: Assembly) -> Mapping[tuple[str, str], str]:
         found["evaluate", "unimodal"] = f"a task that scores no modality alone ({type(fed.context.objective).__name__})"
     if hasattr(method, "stand_in") and _rows_are_whole(assembly):
         found["algorithm", "stand_in"] = "training rows that all have every modality of their client"
+    if method.evaluation.subsets == "none" and _nothing_is_absent(assembly):
+        found["model", "absent"] = "rows that all have every modality"
     found |= {("wire", option): because for option, because in _wire(assembly)}
     if recipe.limits != NO_LIMITS:
         found |= {("limits", limit): because for limit, because in _limits(assembly)}
@@ -125,6 +127,14 @@ def _rows_are_whole(assembly: Assembly) -> bool:
     if bool((rows < 0).any()) or (any(dropped.values()) if isinstance(dropped, Mapping) else dropped):
         return False
     return all(bool(there[rows].all()) for there in columns.present.values())
+
+
+def _nothing_is_absent(assembly: Assembly) -> bool:
+    """Return whether every client, every training row and every test row has all modalities of the model."""
+    columns, read = assembly.population.columns, assembly.model.modalities
+    whole = all(bool(there.all()) for m, there in columns.present.items() if m in read)
+    held = all({*read} <= {*own} for own in assembly.fed.clients.holdings())
+    return whole and held and _rows_are_whole(assembly)
 
 
 def _limits(assembly: Assembly) -> Iterator[tuple[str, str]]:

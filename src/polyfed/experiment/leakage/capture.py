@@ -194,7 +194,7 @@ def capture(recipe: Recipe, rounds: int, limit: int, sha256: str | None = None) 
     Raises:
         DataError: the fingerprint of the data is not `sha256`.
     """
-    engine = replace(recipe.engine, workers=1, device="cpu")
+    engine = replace(recipe.engine, workers=1, device="cpu", combine="server")
     recipe = replace(recipe, engine=replace(engine, name="sequential") if engine.apart else engine)
     with using_threads(recipe.engine.threads):
         assembly = assemble(recipe)

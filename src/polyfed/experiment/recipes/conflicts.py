@@ -19,6 +19,7 @@ from polyfed.core.tasks import info_of, tasks_of, types_of
 from polyfed.experiment.checks.privacy_support import methods_that_honour, sent, withheld_of
 from polyfed.experiment.recipes.sections import SECTIONS
 from polyfed.federation.aggregation import ServerOptimiser
+from polyfed.federation.combined import combinable
 from polyfed.federation.outliers import COMPARED
 from polyfed.federation.wire.compression import compressible
 from polyfed.objective import Classification, Regression
@@ -158,6 +159,25 @@ def _needs_a_secret(recipe: Any) -> Any:
     return method if method is not None and recipe.privacy is not None and recipe.privacy.amplification else None
 
 
+def _combines(recipe: Any) -> bool:
+    return bool(recipe.engine.combine == "nodes")
+
+
+def _deadline(recipe: Any) -> float | None:
+    return None if recipe.network is None else recipe.network.deadline_s
+
+
+def _uncombined(recipe: Any) -> str:
+    """Return why no replies of the method can be summed where their clients ran, or ""."""
+    method = recipe.algorithm
+    if method.secure_aggregation is not None:  # another row refuses it
+        return ""
+    asked = {name: types_of(task)[1] for name, task in tasks_of(method).items() if method.will_ask(name, tested=True)}
+    if method.single_replies or any(combinable(kind) for kind in asked.values()):
+        return str(method.single_replies)
+    return "its clients send no parameters or gradients of which the server reads only the sum"
+
+
 def _why_not_honoured(recipe: Any) -> str:
     method, name = type(recipe.algorithm), name_of(recipe.algorithm, NAMED)
     assert recipe.privacy is not None
@@ -190,6 +210,16 @@ TABLE: tuple[Conflict, ...] = (
         when=_lacks_prototypes,
         because="only pmcmfl learns prototypes, and those of a warm start would grow old",
         instead="Remove absent",
+    ),
+    Conflict(
+        key=("model", "absent"),
+        when=lambda r: (
+            r.model.absent == "input"
+            and not isinstance(r.algorithm, Evaluate)
+            and getattr(type(r.algorithm), "round", None) is not Averaging.round
+        ),
+        because="the server has to compute what each encoder makes of a sample of zeros after every mean of models",
+        instead="Remove absent, or take an algorithm that averages in every round, such as fedavg",
     ),
     Conflict(
         key=("train", "modality_dropout"),
@@ -425,6 +455,62 @@ TABLE: tuple[Conflict, ...] = (
         beside="[secure_aggregation] and [privacy]",
         because="clients multiply what they send by their number of rows, and under [privacy] they send zeros for it",
         instead='Set aggregation = "uniform"',
+    ),
+    Conflict(
+        key=("engine", "combine"),
+        when=lambda r: _combines(r) and r.engine.apart,
+        beside="clients that run in processes of their own",
+        because="each of them sends its own reply",
+        instead="Remove combine",
+    ),
+    Conflict(
+        key=("engine", "combine"),
+        when=lambda r: _combines(r) and bool(_uncombined(r)),
+        because="{detail}",
+        detail=lambda r: _uncombined(r),
+        instead="Remove combine",
+    ),
+    Conflict(
+        key=("engine", "combine"),
+        when=lambda r: _combines(r) and r.algorithm.secure_aggregation is not None,
+        beside="[secure_aggregation]",
+        because="the server removes the masks of single replies",
+        instead="Remove combine",
+    ),
+    Conflict(
+        key=("engine", "combine"),
+        when=lambda r: _combines(r) and r.attack is not None and r.attack.name not in HONEST_ATTACKS,
+        beside="[attack]",
+        because="the attack changes single replies on their way",
+        instead="Remove combine",
+    ),
+    Conflict(
+        key=("engine", "combine"),
+        when=lambda r: _combines(r) and r.privacy is not None and r.privacy.unit == "client",
+        beside='[privacy] unit = "client"',
+        because="the server clips each update",
+        instead="Remove combine",
+    ),
+    Conflict(
+        key=("engine", "combine"),
+        when=lambda r: _combines(r) and (r.clients.overselect is not None or _deadline(r) is not None),
+        beside="[clients] overselect or [network] deadline_s",
+        because="a reply that comes too late would be in a sum already",
+        instead="Remove combine",
+    ),
+    Conflict(
+        key=("engine", "combine"),
+        when=lambda r: _combines(r) and r.clients.ranks is not None,
+        beside="[clients] ranks",
+        because="adapters of different ranks cannot be added",
+        instead="Remove combine",
+    ),
+    Conflict(
+        key=("engine", "combine"),
+        when=lambda r: _combines(r) and r.checkpoint.updates,
+        beside="[checkpoint] updates",
+        because="it keeps the update of each client",
+        instead="Remove one of the two",
     ),
     Conflict(
         key=("privacy", "unit"),

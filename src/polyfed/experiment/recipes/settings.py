@@ -37,6 +37,8 @@ class EngineSpec:
             4.
         outlier_factor: the server drops a reply whose update is more than this many times as large as the replies'
             median (docs/robustness.md); 0 drops none.
+        combine: `nodes` sums replies that are only averaged where their clients ran, so that workers send sums and not
+            each reply; sums are rounded differently (docs/cluster.md).
         debug: whether an exception in a client ends the run, with client, round, task and shapes, instead of leaving
             the client out of the round.
     """
@@ -51,6 +53,7 @@ class EngineSpec:
     replay: bool = True
     min_replies: Annotated[int, NOT_NEGATIVE] = 1
     outlier_factor: Annotated[float, NOT_NEGATIVE] = 100.0
+    combine: Literal["server", "nodes"] = "server"
     debug: bool = False
 
     def __post_init__(self) -> None:

@@ -261,6 +261,7 @@ def _federation(recipe: Recipe, engine: Engine, num_clients: int | None, rows_ca
         min_replies=recipe.engine.min_replies,
         outlier_factor=recipe.engine.outlier_factor,
         rows_cap=rows_cap,
+        combine=recipe.engine.combine == "nodes",
         emit=engine.emit,
         clock=engine.clock,
         attack=recipe.attack,

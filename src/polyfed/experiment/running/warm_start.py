@@ -24,7 +24,7 @@ from polyfed.experiment.recipes.recipe import Recipe, load_recipe
 from polyfed.experiment.running.checkpoint import sha256_of
 from polyfed.experiment.running.run_state import BEST, kept_best, load_content
 from polyfed.model import Model
-from polyfed.model.stand_ins import is_prototype
+from polyfed.model.stand_ins import is_prototype, is_zero_input
 
 COPY = "init.safetensors"
 """The copy of the values in the folder of a run."""
@@ -194,14 +194,15 @@ def warmed(initial: Tree, model: Model, given: Tree, recipe: Recipe) -> Tree:
     Raises:
         RecipeError: a value does not fit. The text names each one, with both shapes.
     """
-    given = {name: value for name, value in given.items() if block_of(name) != AGAINST}
-    if not given:
-        return initial
     frozen, faults = {**model.frozen, **model.constants}, []
     mine = {**{name: value.shape for name, value in initial.items()}, **{n: v.shape for n, v in frozen.items()}}
+    given = {name: value for name, value in given.items() if block_of(name) != AGAINST}
+    given = {name: value for name, value in given.items() if name in mine or not is_zero_input(name)}
+    if not given:
+        return initial
     used = set(blocks(given))
     for name in [name for name in mine if block_of(name) in used and name not in given and name in initial]:
-        if is_prototype(name):  # a model that was trained without them has none
+        if is_prototype(name) or is_zero_input(name):  # a model that was trained without them has none
             continue
         faults.append(f"'{name}' is missing in it")
     for name, value in given.items():

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -35,16 +35,24 @@ class SummedReplies(Replies):
     template: Mapping[str, Tensor] = field(default_factory=dict)
     errors: Mapping[Entry, float] = field(default_factory=dict)
 
+    because: ClassVar[str] = (
+        "under [secure_aggregation] the server has no reply of a single client, only sums, and the method reads one. "
+        "Remove the section, or let the method say so in `single_replies`"
+    )
+    """Why there is no single reply."""
+    unequal: ClassVar[str] = (
+        "under [secure_aggregation] clients multiply '{name}' by their own weights before they send it, and the server "
+        "would use other weights. Use a selector that does not change weights, such as 'uniform'"
+    )
+    """Why the server cannot use other weights."""
+
     def __getitem__(self, client: int) -> NoReturn:
         """Refuse to return a single reply.
 
         Raises:
             RecipeError: always.
         """
-        raise RecipeError(
-            "under [secure_aggregation] the server has no reply of a single client, only sums, and the method reads "
-            "one. Remove the section, or let the method say so in `single_replies`"
-        )
+        raise RecipeError(self.because)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.clients)
@@ -96,8 +104,5 @@ class SummedReplies(Replies):
         used = self.weights_in[name]
         scale = sum(weights[client] for client in clients) / max(sum(used[client] for client in clients), 1e-12)
         if any(abs(weights[client] - scale * used[client]) > 1e-6 * abs(weights[client]) for client in clients):
-            raise RecipeError(
-                f"under [secure_aggregation] clients multiply '{name}' by their own weights before they send it, and "
-                "the server would use other weights. Use a selector that does not change weights, such as 'uniform'"
-            )
+            raise RecipeError(self.unequal.format(name=name))
         return sum(used[client] for client in clients)
