@@ -55,16 +55,22 @@ def test_personal_validation_stays_with_its_client(table):
     assert set(tuned.test_rows.tolist()) == set(population.own_validation.rows.tolist())
 
 
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ({"validation": 0.1}, "clients.validation: personal_validation keeps"),
-        ({"partition": "silos", "num": None}, "clients.personal_validation: with silos"),
-    ],
-)
-def test_personal_validation_is_refused_beside_pooled_rows_and_in_silos(more, said):
-    with refuses(RecipeError, said):
-        spec(personal_validation=0.1, **more)
+def test_personal_validation_is_refused_beside_pooled_rows():
+    with refuses(RecipeError, "clients.validation: personal_validation keeps"):
+        spec(personal_validation=0.1, validation=0.1)
+
+
+@pytest.mark.parametrize("overlap", [None, 0.5])
+def test_the_devices_of_a_silo_share_its_validation_rows(table, overlap):
+    options = {"partition": "silos", "num": None, "silos": 3, "personal_validation": 0.2, "silo_overlap": overlap}
+    population = populate(table(), spec(**options), 1)
+    own, train = population.own_validation, population.train
+    assert not len(population.validation_rows)
+    for silo in range(3):
+        first, second = (set(own[k].tolist()) for k in (2 * silo, 2 * silo + 1))
+        assert first & second, "rows in common"
+        assert (first == second) == (overlap is None)
+        assert not (first | second) & {row for k in (2 * silo, 2 * silo + 1) for row in train[k].tolist()}
 
 
 def test_with_natural_clients_validation_is_taken_before_the_cut(table):

@@ -33,8 +33,9 @@ EDGES = (
 )
 TWICE = (
     EDGES.replace("rounds = 1", "rounds = 2")
-    .replace("silos = 2", "silos = 2\npersonal_test = 0.3")
+    .replace("silos = 2", "silos = 2\npersonal_test = 0.3\npersonal_validation = 0.2")
     .replace("exchanges = 1", "exchanges = 2")
+    + '[evaluate]\nconformal = "split"\n'
 )
 
 CANARY = 7_000_000_000_123
@@ -62,7 +63,9 @@ def test_a_run_with_edges_gives_what_it_gives_in_one_process(tmp_path: Path) -> 
         own = [next(federation.state(silo).glob(f"*/client-{silo}/egress.jsonl")) for silo in (0, 1)]
     polyfed.run(federation.recipe, tmp_path / "one", engine="sequential")
     same_run(out, tmp_path / "one")
-    assert json.loads((out / "result.json").read_text())["metrics"]["personal"]
+    told = json.loads((out / "result.json").read_text())
+    assert told["metrics"]["personal"]
+    assert told["conformal"] == json.loads((tmp_path / "one" / "result.json").read_text())["conformal"]
     passed = Counter({row: count for row, count in rows(*own).items() if '"ToEdge"' not in row})
     assert passed == rows(tmp_path / "one" / "egress.jsonl"), "the edges have passed what one process books"
     found = reconcile(out, [federation.state(0), federation.state(1)])
@@ -72,7 +75,7 @@ def test_a_run_with_edges_gives_what_it_gives_in_one_process(tmp_path: Path) -> 
     assert any("lacks" in finding for finding in reconcile(out, [federation.state(1)]).findings)
     at_server = [json.loads(line) for line in (out / "egress.jsonl").read_text().splitlines()]
     assert {row["destination"] for row in at_server} == {"client", "server"}
-    assert {row["message"] for row in at_server} == {"ToEdge", "Adopted", "Upload", "OwnScore"}
+    assert {row["message"] for row in at_server} == {"ToEdge", "Adopted", "Upload", "OwnScore", "ScoreCounts"}
 
 
 @contextmanager

@@ -12,7 +12,6 @@ import torch
 import polyfed
 from laws.rows import ROWS
 from laws.test_laws import NAMES, world
-from polyfed.algorithms import ALGORITHMS
 from polyfed.core.batch import Batch
 from polyfed.core.errors import CheckpointError, DataError, EgressError, PolyfedError, RecipeError
 from polyfed.data import ClientsSpec, Population
@@ -41,6 +40,7 @@ from polyfed.objective import CLASSES
 from polyfed.objective.regression import Regression
 from polyfed.objective.report import raised
 from polyfed.privacy.egress.requirements import Requirements
+from polyfed.report.scores import sets_words
 from polyfed.selection import Uniform
 from refusals import refuses
 from world import algorithm, played, recipe
@@ -244,6 +244,57 @@ def test_the_counts_of_the_clients_are_those_of_all_their_rows(method: str) -> N
     assert all(torch.equal(conformal.counts["*"][subset], total[subset]) for subset in total)
 
 
+@pytest.mark.parametrize("name", ["hfm", "vfl"])
+def test_a_silo_counts_the_rows_that_its_devices_have_in_common(name: str, tmp_path: Path) -> None:
+    spec = Evaluation(every=0, conformal="split", conformal_groups="client", shrinkage=True)
+    made = world(name, evaluation=spec)
+    made = replace(made, clients=replace(made.clients, personal_validation=0.4, missing_rows={"a": 0.2}), rounds=1)
+    run, population = polyfed.run(made, out=tmp_path / "run"), population_of(made)
+    conformal, columns, silo = run.models.conformal, population.columns, population.silo
+    assert conformal is not None
+    assert population.own_validation is not None
+    assert silo is not None
+    total = dict.fromkeys(["a", "b", "a+b"], 0)
+    for number in range(3):
+        members = [k for k in range(len(silo)) if int(silo[k]) == number]
+        rows = population.own_validation[members[0]]
+        assert all(torch.equal(population.own_validation[k], rows) for k in members)
+        for subset in total:
+            names = subset.split("+")
+            there = torch.stack([columns.present[m][rows] for m in names if m in columns.present] or [rows > -1]).all(0)
+            x = {m: columns.modalities[m].raw(rows[there]) for m in names}
+            own = class_bins(run.predict(x, members[0])).gather(1, columns.label[rows[there]][:, None])[:, 0]
+            counted = conformal.counts[str(members[0])][subset]
+            assert torch.equal(counted[0], torch.bincount(own, minlength=BINS + 1)), (number, subset)
+            assert all(torch.equal(conformal.counts[str(k)][subset], counted) for k in members)
+            total[subset] = total[subset] + counted
+    assert all(torch.equal(conformal.counts["*"][subset], total[subset]) for subset in total)
+    again = polyfed.load_run(tmp_path / "run").predict_set(samples(population, population.test_rows[:9]), 0.7, client=1)
+    assert again.rows.tolist() == [int(conformal.counts["0"]["a+b"].sum())] * 9
+    assert again.helps_most == [None] * 9
+    sent = [json.loads(line) for line in (tmp_path / "run" / "egress.jsonl").read_text().splitlines()]
+    counted = [row for row in sent if row["message"] in ("ScoreCounts", "SizeCounts")]
+    assert {row["destination"] for row in counted} == {"server"}
+    assert len({(row["message"], row["client"]) for row in counted}) == 6, "one device of each silo sends both"
+
+
+def test_silos_stop_by_their_own_validation_rows() -> None:
+    made = world("vfl", evaluation=Evaluation())
+    made = replace(made, clients=replace(made.clients, personal_validation=0.4), rounds=2)
+    made = replace(made, stop=replace(made.stop, metric="personal_validation.weighted"))
+    run = polyfed.run(made)
+    scores = [row["metrics"]["personal_validation"]["weighted"] for row in run.rounds if row["round"]]
+    assert run.result["best"]["round"] == 1 + scores.index(max(scores))
+
+
+@pytest.mark.parametrize(("holds", "said"), [(0.92, ""), (0.883, "chance explains"), (0.80, "do not trust")])
+def test_a_run_says_whether_chance_explains_that_fewer_sets_hold(holds: float, said: str) -> None:
+    told = {"coverage": 0.9, "size": 1.1, "holds": holds, "rows": 599, "validation_rows": 296}
+    words = sets_words({"sets": told, "metrics": {"global": {"accuracy": 0.8}}}, None)
+    assert said in words
+    assert ("chance" in words) == bool(said)
+
+
 def small(
     method: str = "fedavg", kind: Any = "split", groups: Any = "all", alone: bool = True, **options: Any
 ) -> Recipe:
@@ -262,7 +313,7 @@ def samples(population: Population, rows: Any) -> dict[str, torch.Tensor]:
 
 def counts(name: str) -> bool:
     """Whether the clients of a method may count scores: in CreamFL and FedCouncil, they need the rows otherwise."""
-    return not (ROWS[name].stack or ALGORITHMS[name].aligns_rows or name in ("creamfl", "fedcouncil"))
+    return not (ROWS[name].stack or name in ("creamfl", "fedcouncil"))
 
 
 @pytest.mark.parametrize("name", list(filter(counts, NAMES)))
@@ -273,7 +324,7 @@ def test_every_method_counts_alike_on_both_engines(name: str) -> None:
         made = world(name, engine, evaluation=spec)
         made = replace(made, clients=replace(made.clients, validation=0.2), rounds=1)
         parts, state, ledger = played(made)
-        assert "count_scores" in {row.task for row in plan(parts)}
+        assert {"count_scores", "count_silo"} & {row.task for row in plan(parts)}
         counts = parts.algorithm.calibrate(state, parts.fed)
         assert counts is not None
         assert not any(row["message"] == "ScoreCounts" for row in ledger), "only after the last round"
@@ -352,10 +403,6 @@ def test_coverage_that_the_rows_cannot_promise_is_refused_with_the_number_needed
         ({"clients": {"num": 4}}, "evaluate.conformal: promise"),
         ({"task": {"name": "retrieval"}}, "evaluate.conformal: intervals"),
         ({"evaluate": {"conformal": "mondrian"}}, "evaluate.conformal: must be"),
-        (
-            {"algorithm": {"name": "hfm"}, "clients": {"partition": "silos"}},
-            "evaluate.conformal: embeddings",
-        ),
         (
             {"evaluate": {"conformal": "split", "shrinkage": True}, "data": {"name": "toy", "shapes": {"a": [4]}}},
             "evaluate.shrinkage: lacks",

@@ -31,7 +31,7 @@ from polyfed.federation.secure_aggregation.client import SecureAggregation
 from polyfed.objective.report import moments, of_moments
 from polyfed.report.comparison.compare import compare
 from polyfed.report.pages.page import write_report
-from polyfed.report.scores import Metric, interval_of, with_interval
+from polyfed.report.scores import Metric, gain_words, interval_of, with_interval
 from polyfed.selection import Uniform
 from refusals import refuses
 from world import algorithm, played, recipe
@@ -105,6 +105,19 @@ def test_every_score_is_the_accuracy_of_predict_on_that_subset(method: str) -> N
             told = known["global"][f"subset.{name}"]
             assert told["rows"] == len(with_all(population.test_rows, name))
             assert told["low"] <= expected[name] <= told["high"]
+        complete = with_all(population.test_rows, "a+b+c")
+
+        def right_from(subset: str) -> torch.Tensor:
+            x = {m: columns.modalities[m].raw(complete) for m in subset.split("+")}
+            return (run.predict(x).argmax(1) == label[complete]).double()
+
+        for name in names[:-1]:
+            apart, told = right_from("a+b+c") - right_from(name), known["global"][f"gain.{name}"]
+            gain, half = float(apart.mean()), 1.959964 * float(apart.std(correction=0)) / len(complete) ** 0.5
+            assert found[f"gain.{name}"] == pytest.approx(gain)
+            assert (told["low"], told["high"]) == pytest.approx((gain - half, gain + half), abs=1e-6)
+            assert told["rows"] == len(complete)
+        assert "gain.a+b+c" not in found
         rows = population.test_rows
         x = {m: columns.modalities[m].raw(rows) for m in "abc"}
         right = run.predict(x, present={"a": columns.present["a"][rows]}).argmax(1) == label[rows]
@@ -165,12 +178,17 @@ def test_regression_scores_errors() -> None:
         assert len(scores) == 3
         assert found[group]["worst_subset"] == max(scores)
     assert found["global"]["subset.a+b"] == pytest.approx(found["global"]["mae"])
+    gain = found["global"]["subset.a"] - found["global"]["mae"]
+    assert found["global"]["gain.a"] == pytest.approx(gain), "a smaller error is a gain"
+    assert not Metric.of("global.gain.a", {"name": "regression", "score": "mae"}).lowest
 
 
 def test_studies_may_name_the_metrics() -> None:
     made = three()
     found = metrics_of(made, population_of(made))
     assert {"subset.a+c", "worst_subset"} <= found["global"] & found["personal"]
+    assert found["global"] == polyfed.run(made).result["metrics"]["global"].keys(), "as the run has them"
+    assert "gain.a+c" in found["global"]
     assert metric_fault(["global.subset.a+c"], found, "") == ""
     assert "subset.a+c" in metric_fault(["global.subset.a+k"], found, "")
 
@@ -225,6 +243,9 @@ def test_the_report_the_table_and_the_comparison_name_the_worst_subset(tmp_path:
     comparison = compare([tmp_path / "run"])
     columns = {column.title: column for column in comparison.columns}
     assert {"from a + c", "worst subset", "worst subset, personal", "from a + c, personal"} <= columns.keys()
+    gain = gain_words(found["gain.c"], "share", run.result["intervals"]["global"]["gain.c"])
+    assert gain in page.replace("&#43;", "+")
+    assert gain in printed_result(run.result)
     told = run.result["intervals"]["global"]["lacks.a"]
     printed = "".join(words for words in printed_result(run.result).split("\n") if "rows that lack a " in words)
     for text in (f"{100 * told['low']:.1f} % to {100 * told['high']:.1f} %", f"{told['rows']} rows"):

@@ -109,7 +109,6 @@ CASES: list[tuple[tuple[str, str, str], Callable[[], Recipe]]] = [
         ("", "evaluate.conformal", "[task] name = 'regression'"),
         of("fedavg", task={"name": "regression"}, evaluate={"conformal": "class"}),
     ),
-    (("", "evaluate.conformal", ""), of("hfm", evaluate={"conformal": "split"})),
     (
         ("", "evaluate.conformal_groups", SECURE),
         of("fedavg", evaluate={"conformal": "split", "conformal_groups": "modalities"}, secure_aggregation={}),

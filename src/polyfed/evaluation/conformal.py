@@ -24,7 +24,7 @@ from polyfed.core.option_checks import NOT_NEGATIVE
 from polyfed.core.request import Accept
 from polyfed.core.tree import Tree
 from polyfed.evaluation.shrinkage import LEVELS, WIDTH, SizeCounts, expected_sizes, level_of, own_sizes
-from polyfed.evaluation.subsets import Which, named, subsets_of
+from polyfed.evaluation.subsets import Which, named, subsets_of, with_all
 from polyfed.federation.context import ClientContext
 from polyfed.federation.replies import Replies
 from polyfed.federation.secure_aggregation.sums import SummedReplies
@@ -155,7 +155,12 @@ def counts_of(kind: Kind, objective: Objective, shape: tuple[int, int], outputs:
 
 
 def own_counts(
-    context: ClientContext, w: Tree, data: ClientData, logits: Callable[[Model, Tree, Batch], Tensor], kind: Kind
+    context: ClientContext,
+    w: Tree,
+    data: ClientData,
+    logits: Callable[[Model, Tree, Batch], Tensor],
+    kind: Kind,
+    seen: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> ScoreCounts:
     """Count the scores of a client's own validation rows, for each subset of the modalities that its model reads.
 
@@ -167,6 +172,7 @@ def own_counts(
         data: the client's validation rows.
         logits: returns the logits of the model with the parameters `w`, (B, C).
         kind: the option `[evaluate] conformal`.
+        seen: returns a batch as the model reads it, with all modalities of `context`.
     """
     model, objective = context.model, context.objective
     _, *rest = counts_shape(kind, model, objective)
@@ -176,10 +182,8 @@ def own_counts(
         total = torch.zeros(shape, dtype=torch.int64, device=data.num_rows.device)
 
         def step(total: Tensor, batch: Batch, subset: Sequence[str] = subset) -> Tensor:
-            ok = torch.ones_like(batch.rows, dtype=torch.bool) if batch.ok is None else batch.ok
-            for m in subset:
-                ok = ok & batch.present[m] if m in batch.present else ok
-            part = replace(batch, x={m: batch.x[m] for m in subset}, ok=ok)
+            batch = seen(batch)
+            part = replace(batch, x={m: batch.x[m] for m in subset}, ok=with_all(subset, batch))
             return total + counts_of(kind, objective, shape, logits(model, w, part), part)
 
         found.append(data.fold(step, total) if set(subset) <= set(context.modalities) else total)
@@ -211,10 +215,14 @@ SIZE_BINS = BINS // WIDTH + 1
 
 
 def own_size_counts(
-    context: ClientContext, w: Tree, data: ClientData, logits: Callable[[Model, Tree, Batch], Tensor]
+    context: ClientContext,
+    w: Tree,
+    data: ClientData,
+    logits: Callable[[Model, Tree, Batch], Tensor],
+    seen: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> SizeCounts:
     """Count, on a client's own validation rows, how sets shrink with a further modality: see `own_sizes`."""
-    return own_sizes(context, w, data, logits, class_bins, SIZE_BINS)
+    return own_sizes(context, w, data, logits, class_bins, SIZE_BINS, seen)
 
 
 def sizes_shape(model: Model) -> tuple[int, int, int, int]:
@@ -262,6 +270,7 @@ class Conformal:
         modalities: Sequence[str],
         reads: Callable[[int], Sequence[str]],
         sizes: Replies | None = None,
+        shares: Callable[[int], Sequence[int]] = lambda client: (client,),
     ) -> Self:
         """Add up the counts of the clients of each group. Under secure aggregation there is only one group.
 
@@ -272,6 +281,7 @@ class Conformal:
             modalities: the modalities of the model.
             reads: returns the modalities that a client's model reads.
             sizes: `SizeCounts` of each client.
+            shares: returns the clients that have the model of a client, such as all devices of its silo.
         """
 
         def added(replies: Replies, name: str = "in_bins") -> dict[str, Tensor]:
@@ -279,8 +289,8 @@ class Conformal:
                 return {EVERYBODY: replies.total(name).round().long()}
             groups: dict[str, Tensor] = {}
             for client, reply in replies.items():
-                own = {"all": EVERYBODY, "client": str(client), "modalities": named(reads(client))}
-                for group in dict.fromkeys((EVERYBODY, own[group_by])):
+                own = {"all": [], "client": [*map(str, shares(client))], "modalities": [named(reads(client))]}
+                for group in (EVERYBODY, *own[group_by]):
                     value = getattr(reply, name)
                     groups[group] = groups[group] + value if group in groups else value.clone()
             return groups

@@ -17,7 +17,7 @@ from polyfed.core.batch import Batch
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.option_checks import NOT_NEGATIVE
 from polyfed.core.tree import Tree
-from polyfed.evaluation.subsets import subsets_of
+from polyfed.evaluation.subsets import subsets_of, with_all
 from polyfed.federation.context import ClientContext
 from polyfed.model import Model
 from polyfed.objective.report import raised
@@ -81,6 +81,7 @@ def own_sizes(
     logits: Callable[[Model, Tree, Batch], Tensor],
     bins_of: Callable[[Tensor], Tensor],
     num_bins: int,
+    seen: Callable[[Batch], Batch],
 ) -> SizeCounts:
     """Count the scores of all classes on a client's own validation rows.
 
@@ -94,6 +95,7 @@ def own_sizes(
         logits: returns the logits of the model with the parameters `w`, (B, C).
         bins_of: returns the bins of the scores of logits.
         num_bins: N.
+        seen: returns a batch as the model reads it, with all modalities of `context`.
     """
     model, found = context.model, []
     none = torch.zeros(LEVELS, num_bins, dtype=torch.int64, device=data.num_rows.device)
@@ -102,9 +104,8 @@ def own_sizes(
             both = [m for m in model.modalities if m in subset or m == further]
 
             def step(total: Tensor, batch: Batch, subset: Sequence[str] = subset, both: Sequence[str] = both) -> Tensor:
-                ok = torch.ones_like(batch.rows, dtype=torch.bool) if batch.ok is None else batch.ok
-                for m in both:
-                    ok = ok & batch.present[m] if m in batch.present else ok
+                batch = seen(batch)
+                ok = with_all(both, batch)
                 before, after = (
                     logits(model, w, replace(batch, x={m: batch.x[m] for m in part}, ok=ok)) for part in (subset, both)
                 )

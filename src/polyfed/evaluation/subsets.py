@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -35,6 +35,10 @@ PER_SIZE = 10
 
 SUBSET, WORST = "subset.", "worst_subset"
 """The names of the metrics: `subset.audio+text`, or `subset.size2`, and the worst of all subsets."""
+
+GAIN = "gain."
+"""The name of the metric `gain.text`: by how much the score of all modalities is better than that of the text, on the
+rows that have all."""
 
 LACKS, NOTHING = "lacks.", "nothing"
 """The names of the metrics of the rows that lack modalities: `lacks.nothing`, `lacks.audio`, or `lacks.size2`."""
@@ -87,6 +91,13 @@ def subsets_of(which: Which, modalities: tuple[str, ...]) -> tuple[tuple[str, ..
 def is_by_size(which: Which, num: int) -> bool:
     """Return whether the metrics of `num` modalities are means over subsets of one size."""
     return which == "sizes" or (which == "all" and num > MOST)
+
+
+def compared(which: Which, modalities: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """Return the subsets whose scores are compared with that of all modalities, row by row; see `GAIN`."""
+    if is_by_size(which, len(modalities)):
+        return ()
+    return tuple(subset for subset in subsets_of(which, modalities) if len(subset) < len(modalities))
 
 
 def named(subset: Sequence[str]) -> str:
@@ -151,6 +162,8 @@ def names_of_parts(which: Which, modalities: tuple[str, ...], present: Mapping[s
     batch = Batch({}, rows, rows, present={m: mask.cpu()[rows] for m, mask in present.items() if m in modalities})
     scored = {subset for subset in subsets_of(which, modalities) if bool(with_all(subset, batch).any())}
     found = set(summary(which, modalities, dict.fromkeys(scored, 0.0), rising=True))
+    if bool(with_all(modalities, batch).any()):
+        found |= {GAIN + named(subset) for subset in compared(which, modalities)}
     names = patterns_of(modalities)
     lacks = {names[place] for place in lacking(modalities, batch).tolist()}
     return found | (set() if lacks == {NOTHING} else {LACKS + name for name in lacks})
@@ -167,8 +180,9 @@ def part_values(
 ) -> Tensor:
     """Return what each row adds to each part of the rows, (P, B, 1 + W): 1 if it counts, and its `row_scores`.
 
-    The parts are all rows as they come; for each subset, the rows that have all of it, predicted from it alone; and for
-    each of `patterns_of`, the rows that lack exactly this, as they come.
+    The parts are all rows as they come; for each subset, the rows that have all of it, predicted from it alone; for
+    each of `patterns_of`, the rows that lack exactly this, as they come; and for each subset of `compared`, the rows
+    that have all modalities, with the difference of both scores.
 
     Args:
         which: the option `[evaluate] subsets`.
@@ -180,20 +194,31 @@ def part_values(
     """
     everyone = with_all((), batch)
 
-    def of(outputs: Tensor, counted: Tensor) -> Tensor:
+    def scored(outputs: Tensor) -> Tensor:
         scores = objective.row_scores(outputs, batch).flatten(1)
-        values = torch.cat([torch.ones_like(scores[:, :1]), scores], 1)
+        return torch.cat([torch.ones_like(scores[:, :1]), scores], 1)
+
+    def of(values: Tensor, counted: Tensor) -> Tensor:
         return torch.where(counted.unsqueeze(-1), values, 0.0)
 
-    found = [of(outputs, everyone)]
+    as_they_come, alone = scored(outputs), dict[tuple[str, ...], Tensor]()
+    found = [of(as_they_come, everyone)]
     for subset in subsets_of(which, model.modalities):
         if all(m in features for m in subset):
-            part = objective.outputs(model, w, batch, {m: features[m] for m in subset})
-            found.append(of(part, with_all(subset, batch)))
+            alone[subset] = scored(objective.outputs(model, w, batch, {m: features[m] for m in subset}))
+            found.append(of(alone[subset], with_all(subset, batch)))
         else:
             found.append(torch.zeros_like(found[0]))
     lacks = lacking(model.modalities, batch)
-    found += [of(outputs, everyone & (lacks == place)) for place in range(len(patterns_of(model.modalities)))]
+    found += [of(as_they_come, everyone & (lacks == place)) for place in range(len(patterns_of(model.modalities)))]
+    for subset in compared(which, model.modalities):
+        whole, sign = alone.get(model.modalities), 1.0 if objective.RISING else -1.0
+        if whole is None or subset not in alone:
+            found.append(torch.zeros_like(found[0]))
+            continue
+        one, width = whole.clone(), (whole.shape[1] - 1) // 2  # only the numerators of the score depend on outputs
+        one[:, 1 : 1 + width] = sign * (whole - alone[subset])[:, 1 : 1 + width]
+        found.append(of(one, with_all(model.modalities, batch)))
     return torch.stack(found)
 
 
@@ -217,8 +242,10 @@ def global_metrics(
         return {}, {}
     values: list[float | None] = []
     intervals: list[Interval] = []
+    gains = compared(which, model.modalities)
     for place, told in enumerate(parts.tolist()):
-        value, interval = _interval(objective, told, clusters[place].tolist() if clusters.numel() else None)
+        of_clients = clusters[place].tolist() if clusters.numel() else None
+        value, interval = _interval(objective, told, of_clients, gain=place >= len(parts) - len(gains))
         values.append(value)
         intervals.append(interval)
     subsets = subsets_of(which, model.modalities)
@@ -231,25 +258,29 @@ def global_metrics(
         known[WORST] = known[SUBSET + named(worst)]
     first = 1 + len(subsets)
     patterns = dict(
-        zip(patterns_of(model.modalities), zip(values[first:], intervals[first:], strict=True), strict=True)
+        zip(patterns_of(model.modalities), zip(values[first:], intervals[first:], strict=True), strict=False)
     )
     there = {LACKS + name: one for name, one in patterns.items() if one[0] is not None}
     if set(there) > {LACKS + NOTHING} or (there and LACKS + NOTHING not in there):
         found |= {name: value for name, (value, _) in there.items() if value is not None}
         known |= {name: interval for name, (_, interval) in there.items()}
+    for place, subset in enumerate(gains, len(parts) - len(gains)):
+        if (value := values[place]) is not None:
+            found[GAIN + named(subset)], known[GAIN + named(subset)] = value, intervals[place]
     told = {name: one for name, one in known.items() if name in found or not (one["rows"] or which == "sizes")}
     return found, {objective.SCORE: intervals[0]} | told
 
 
 def _interval(
-    objective: Objective, told: Sequence[float], of_clients: Sequence[float] | None
+    objective: Objective, told: Sequence[float], of_clients: Sequence[float] | None, *, gain: bool
 ) -> tuple[float | None, Interval]:
-    share, metric = is_share_score(objective.SCORE), objective.SCORE
-    rows = of_moments(told, share=share, clusters=False, metric=metric)
+    how: dict[str, Any] = {"share": is_share_score(objective.SCORE) and not gain}
+    how["metric"] = "" if gain else objective.SCORE
+    rows = of_moments(told, clusters=False, **how)
     found: Interval = {"rows": round(told[0])}
     if rows is None:
         return None, found
-    by_client = None if of_clients is None else of_moments(of_clients, share=share, clusters=True, metric=metric)
+    by_client = None if of_clients is None else of_moments(of_clients, clusters=True, **how)
     found |= _ends(rows, "")
     if by_client is not None and by_client.low is not None and of_clients is not None:
         found |= _ends(rows, "_by_rows") | _ends(by_client, "") | {"clients": round(of_clients[0])}

@@ -1,12 +1,13 @@
 """The names and units of metrics, and the main metric of a run."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from polyfed.core.errors import command
 from polyfed.core.system.files import RECIPE
-from polyfed.evaluation.subsets import LACKS, NOTHING, SUBSET, WORST
+from polyfed.evaluation.subsets import GAIN, LACKS, NOTHING, SUBSET, WORST
 from polyfed.report.formatting import counted, number_of
 
 TITLES = {
@@ -69,7 +70,7 @@ OF_MAIN_SCORE = ("personal", "unimodal")
 def of_main_score(metric: str) -> bool:
     """Return whether a metric holds values of the run's main metric, as `personal.mean` and `global.worst_subset`."""
     group, _, name = metric.partition(".")
-    subset = name.startswith((SUBSET, LACKS)) or name == WORST
+    subset = name.startswith((SUBSET, LACKS, GAIN)) or name == WORST
     return subset or (group.removesuffix("_validation") in OF_MAIN_SCORE and not name.startswith(POOLED))
 
 
@@ -114,18 +115,20 @@ def scored_rows(metrics: Iterable[str]) -> str:
     return AS_THEY_COME if lacks_in(metrics, "") else "all modalities"
 
 
-def interval_of(known: Mapping[str, Any] | None, unit: str) -> str:
+def interval_of(known: Mapping[str, Any] | None, unit: str, sign: str = "") -> str:
     """Return the interval and the rows of a score in words, as in `48.1 % to 61.7 %, 200 rows`; empty without both.
 
     Args:
         known: an entry of `intervals` in result.json.
         unit: how the score is written.
+        sign: what stands before a number above 0.
     """
     if not known:
         return ""
     found = []
     if (low := known.get("low")) is not None:
-        found.append(f"{number_of(low, unit)} to {number_of(known.get('high'), unit)}")
+        ends = low, known.get("high", low)
+        found.append(" to ".join((sign if end > 0 else "") + number_of(end, unit) for end in ends))
     rows, clients = int(known.get("rows") or 0), known.get("clients")
     few = ", too few to tell" if rows < FEW else ""
     found.append(counted(rows, "row") + (f" of {counted(int(clients), 'client')}" if clients else "") + few)
@@ -136,6 +139,17 @@ def with_interval(value: float | None, unit: str, known: Mapping[str, Any] | Non
     """Return a score with its interval and rows, as in `55.0 % (48.1 % to 61.7 %, 200 rows)`."""
     words = interval_of(known, unit)
     return number_of(value, unit) + (f" ({words})" if words else "")
+
+
+def gain_words(value: float, unit: str, known: Mapping[str, Any] | None) -> str:
+    """Return a difference of two scores on the same rows, as in `+5.1 points (+3.0 to +7.2, 200 rows)`."""
+    words, plus = interval_of(known, unit, "+").replace(" %", ""), "+" if value > 0 else ""
+    number = f"{100 * value:.1f} points" if unit == "share" else number_of(value, unit)
+    return plus + number + (f" ({words})" if words else "")
+
+
+GAINS = "all modalities gain, same rows"
+"""The heading of a difference to the score of all modalities."""
 
 
 def not_beaten(result: Mapping[str, Any]) -> str:
@@ -194,7 +208,7 @@ def sets_words(result: Mapping[str, Any], folder: object) -> str:
         whose = ("--client", "NAME") if own else ()
         how = command("predict", folder, "FILE", *whose, "--coverage", told["coverage"])
     unseen = "unseen_clients" in result and told["holds"] < told["coverage"]
-    why = ", fewer than promised, because no validation row is of these clients" if unseen else ""
+    why = ", fewer than promised, because no validation row is of these clients" if unseen else _by_chance(told)
     if least := told.get("least"):
         why += (
             f" (but only of {number_of(least['holds'], 'share')} of {counted(least['rows'], 'row')} of class "
@@ -206,6 +220,17 @@ def sets_words(result: Mapping[str, Any], folder: object) -> str:
         f"{counted(told['rows'], rows)}{why}, by {counted(told['validation_rows'], 'validation row')} at least: "
         f"{how}"
     )
+
+
+def _by_chance(told: Mapping[str, Any]) -> str:
+    """Return whether chance explains that sets hold the truth less often than promised; empty if they do not."""
+    missing, spread = told["coverage"] - told["holds"], told["coverage"] * (1 - told["coverage"])
+    if missing <= 0:
+        return ""
+    chance = 2 * math.sqrt(spread / max(told["rows"], 1) + spread / max(told["validation_rows"], 1))
+    if missing <= chance:
+        return ", which chance explains"
+    return ", fewer than chance explains: these rows are unlike the validation rows, so do not trust the sets on them"
 
 
 def of_target(result: Mapping[str, Any]) -> str:
@@ -292,7 +317,8 @@ class Metric:
     def of(cls, name: str, task: Mapping[str, Any] | None = None) -> "Metric":
         """Return the facts about a metric, given the entry `task` of the run's result.json."""
         score = Headline.of(task).score if of_main_score(name) else name.replace(f".{POOLED}", ".")
-        return cls(name, is_error(score), is_share(score))
+        rises = name.partition(".")[2].startswith(GAIN)
+        return cls(name, is_error(score) and not rises, is_share(score))
 
 
 def first_metric(result: Mapping[str, Any], metrics: Sequence[str]) -> tuple[Metric, float] | None:

@@ -16,13 +16,13 @@ from typing_extensions import override
 
 from polyfed.algorithms.base import SCORING
 from polyfed.algorithms.hfm.messages import Forward, ToEdge, Upload, bytes_down, bytes_up
-from polyfed.algorithms.hfm.silo_exchange import Vertical, may_report
+from polyfed.algorithms.hfm.silo_exchange import Vertical
 from polyfed.algorithms.hfm.state import Edge, SiloState
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.option_checks import NOT_NEGATIVE
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree, nested, select, under
-from polyfed.evaluation.scores import Measured, joined
+from polyfed.evaluation.scores import Measured
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.replies import Replies
@@ -56,7 +56,7 @@ class Adopted(Message):
 class Hfm(Vertical):
     """HFM: training inside silos, then averaging across silos. `Vertical` lists the options."""
 
-    silo_parts: ClassVar[tuple[str, ...]] = ("begin", "trained", "silo_scored")
+    silo_parts: ClassVar[tuple[str, ...]] = ("begin", "trained", "silo_scored", "silo_validated", "silo_counted")
     mixing: ClassVar[str] = "hfm trains each device on the embeddings of others"
 
     @override
@@ -141,14 +141,11 @@ class Hfm(Vertical):
     @override
     def evaluate(self, state: SiloState, fed: Federation) -> Measured:
         found = self.evaluate_globally(state.params, fed) if fed.evaluation_clients else Measured({})
-        if not (self.evaluation.personal and fed.clients.tested and may_report(fed.context.policy)):
-            return found
-        return joined(found, self.evaluated_in_silos(fed, state.edges, state.params))
+        return self.with_own_rows(found, fed, state.edges, state.params)
 
     @override
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        own = self.evaluation.personal and may_report(policy)
-        asked = {"embed_own": own, "score_silo": own, **dict.fromkeys(SCORING, False)}
+        asked = self.scoring(policy) | dict.fromkeys(SCORING, False)
         return asked.get(task, super().will_send(task, field, block, policy))
 
     @override

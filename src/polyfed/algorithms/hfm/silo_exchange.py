@@ -24,6 +24,7 @@ holds.
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -71,10 +72,20 @@ from polyfed.core.option_checks import (
     SearchRange,
 )
 from polyfed.core.problems import Conflict
-from polyfed.core.request import Task, names_as_sent
+from polyfed.core.request import Accept, HeldOut, Task, names_as_sent
 from polyfed.core.tasks import task
 from polyfed.core.tree import SHARED, Tree, squared_distance
-from polyfed.evaluation.scores import Measured, OwnScore, Predictor, own_score, possible
+from polyfed.evaluation.conformal import (
+    Conformal,
+    ScoreCounts,
+    counts_shape,
+    own_counts,
+    own_size_counts,
+    possible_counts,
+    sizes_shape,
+)
+from polyfed.evaluation.scores import Measured, OwnScore, Predictor, joined, own_score, possible
+from polyfed.evaluation.shrinkage import SizeCounts
 from polyfed.evaluation.subsets import metrics_over_clients, subsets_of
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
@@ -606,19 +617,43 @@ class Vertical(Algorithm[SiloState]):
         held = fed.clients.holds[members_of(fed.clients, client)].any(0).tolist()
         return tuple(m for m, has in zip(fed.clients.modalities, held, strict=True) if has)
 
-    def evaluated_in_silos(self, fed: Federation, edges: Mapping[int, Edge], params: Tree) -> Measured:
-        """Score every silo on its own test rows, for the group `personal`.
+    def scoring(self, policy: Policy) -> dict[str, bool]:
+        """Return, for each task in which a silo scores its model, whether the server will ask for it."""
+        told = self.evaluation
+        scores = (told.personal or told.own_validation) and may_report(policy)
+        counts = told.conformal != "none"  # asked for by name, so a policy that forbids it is told before the run
+        sizes = counts and told.shrinkage
+        return {"embed_own": scores or counts, "score_silo": scores, "count_silo": counts, "size_silo": sizes}
+
+    def with_own_rows(self, found: Measured, fed: Federation, edges: Mapping[int, Edge], params: Tree) -> Measured:
+        """Add what the silos' models reach on the silos' own test and validation rows; see `evaluated_in_silos`."""
+        if not may_report(fed.context.policy):
+            return found
+        if self.evaluation.personal and fed.clients.tested:
+            found = joined(found, self.evaluated_in_silos(fed, edges, params))
+        if self.evaluation.own_validation and fed.clients.validated:
+            own = self.evaluated_in_silos(fed, edges, params, "validation").metrics
+            renamed = {"personal_validation": own["personal"]} if own else {}
+            found = replace(found, metrics=found.metrics | renamed)
+        return found
+
+    def evaluated_in_silos(
+        self, fed: Federation, edges: Mapping[int, Edge], params: Tree, held_out: HeldOut = "test"
+    ) -> Measured:
+        """Score every silo on its own test or validation rows, for the group `personal`.
 
         The score is listed under the number of the silo's first device.
 
-        A silo is left out if one of its devices does not answer or has no test rows, or if no test sample can be used.
+        A silo is left out if one of its devices does not answer or has no such rows, or if no sample can be used.
 
         Args:
             fed: the federation.
             edges: what the edges keep.
             params: the model; if empty, each device uses its own encoders, and each edge its own head.
+            held_out: which rows.
         """
-        found = fed.in_silos(self.silo_scored, self.devices(fed), edges, ToEdge(params), accept=possible(fed))
+        part = self.silo_scored if held_out == "test" else self.silo_validated
+        found = fed.in_silos(part, self.devices(fed), edges, ToEdge(params), accept=possible(fed))
         told, *of_subsets = found.all_of(self.score_silo) or [Replies([])]
         group, scores, of_clients = self.over_clients(told, fed)
         if not group:
@@ -640,14 +675,7 @@ class Vertical(Algorithm[SiloState]):
 
         A silo sees a row that lacks a modality as a zero embedding, and such rows do not count.
         """
-        tested, head = set(fed.clients.tested), set(fed.context.model.head())
-        encoders = {name: value for name, value in got.params.items() if name not in head}
-        asked = dict.fromkeys([client for client in members if client in tested], Evaluated(encoders))
-        own = yield Ask(self.embed_own, asked, quorum=False, accept=some_rows)
-        send: dict[int, Exchange] = {}
-        if all(client in own for client in members):
-            params = self._head(fed, members, got.params) if got.params else kept.head if kept is not None else {}
-            send = self._scoring(silo, own, params, fed)
+        send = yield from self._embedded(silo, members, kept, got, fed, "test")
         yield Ask(self.score_silo, send, quorum=False, accept=possible(fed))
         for subset in subsets_of(self.evaluation.subsets, fed.context.model.modalities):
             parts = {}
@@ -661,8 +689,66 @@ class Vertical(Algorithm[SiloState]):
             yield Ask(self.score_silo, parts, quorum=False, accept=possible(fed))
         return kept
 
+    def silo_validated(
+        self, silo: int, members: Sequence[int], kept: Edge | None, got: ToEdge, fed: Federation
+    ) -> Part[Edge | None]:
+        """Score a silo on its own validation rows."""
+        send = yield from self._embedded(silo, members, kept, got, fed, "validation")
+        yield Ask(self.score_silo, send, quorum=False, accept=possible(fed), held_out="validation")
+        return kept
+
+    @override
+    def calibrate(self, state: SiloState, fed: Federation) -> Conformal | None:
+        kind = self.evaluation.conformal
+        if kind == "none" or not fed.clients.validated:
+            return None
+        got = ToEdge({} if self.own_models == "clients" else state.params)
+        accept = self._possible_counts(fed)
+        found = fed.in_silos(self.silo_counted, self.devices(fed), state.edges, got, accept=accept)
+        sizes = found.of(self.size_silo) if self.evaluation.shrinkage else None
+        reads, shares = partial(self.client_modalities, fed=fed), partial(members_of, fed.clients)
+        by, names = self.evaluation.conformal_groups, fed.context.model.modalities
+        return Conformal.of(kind, by, found.of(self.count_silo), names, reads, sizes, shares)
+
+    def silo_counted(
+        self, silo: int, members: Sequence[int], kept: Edge | None, got: ToEdge, fed: Federation
+    ) -> Part[Edge | None]:
+        """Count the scores of a silo's own validation rows, for conformal prediction."""
+        send = yield from self._embedded(silo, members, kept, got, fed, "validation")
+        accept = self._possible_counts(fed)
+        yield Ask(self.count_silo, send, quorum=False, accept=accept, held_out="validation")
+        if self.evaluation.shrinkage:
+            yield Ask(self.size_silo, send, quorum=False, accept=accept, held_out="validation")
+        return kept
+
+    def _possible_counts(self, fed: Federation) -> Accept:
+        model = fed.context.model
+        counts = possible_counts(counts_shape(self.evaluation.conformal, model, fed.context.objective))
+        sizes = possible_counts(sizes_shape(model))
+        return lambda client, reply: (sizes if isinstance(reply, SizeCounts) else counts)(client, reply)
+
+    def _embedded(
+        self,
+        silo: int,
+        members: Sequence[int],
+        kept: Edge | None,
+        got: ToEdge,
+        fed: Federation,
+        held_out: HeldOut,
+    ) -> Part[dict[int, Exchange]]:
+        """Let the devices embed their own rows. Return the message to the device that scores the silo, if any."""
+        having = set(fed.clients.tested if held_out == "test" else fed.clients.validated)
+        head = set(fed.context.model.head())
+        encoders = {name: value for name, value in got.params.items() if name not in head}
+        asked = dict.fromkeys([client for client in members if client in having], Evaluated(encoders))
+        own = yield Ask(self.embed_own, asked, quorum=False, accept=some_rows, held_out=held_out)
+        if not all(client in own for client in members):
+            return {}
+        params = self._head(fed, members, got.params) if got.params else kept.head if kept is not None else {}
+        return self._scoring(silo, own, params, fed)
+
     def _scoring(self, silo: int, own: Mapping[int, Any], head: Tree, fed: Federation) -> dict[int, Exchange]:
-        """Return the message to the device that computes a silo's score, or nothing if no test sample can be used."""
+        """Return the message to the device that computes a silo's score, or nothing if no sample can be used."""
         owned = {client: fed.clients.owned(client) for client in own}
         labelled = [client for client in own if self.holds_labels(owned[client])]
         ids = {client: one.ids for client, one in own.items()}
@@ -681,16 +767,33 @@ class Vertical(Algorithm[SiloState]):
 
     @task(scope="silo")
     def embed_own(self, context: ClientContext, data: ClientData, local: Tree, got: Evaluated) -> tuple[OwnTest, Tree]:
-        """Compute embeddings of the device's own test rows, for the edge."""
+        """Compute embeddings of the device's own test or validation rows, for the edge."""
         test, encoders = data.test, got.params or self._encoders(context, local)
         found = test.collect(lambda batch: masked(context.model.features(encoders, batch), batch.present))
         return OwnTest(found, test.ids, test.num_rows), local
 
     @task()
     def score_silo(self, context: ClientContext, data: ClientData, local: Tree, got: Exchange) -> tuple[OwnScore, Tree]:
-        """Score the silo's model on its test rows, from the embeddings of all devices."""
+        """Score the silo's model on its own rows, from the embeddings of all devices."""
         predictor = FromEmbeddings(got.embeddings)
         return own_score(context, got.head, data.test.at(got.rows), predictor), local
+
+    @task()
+    def count_silo(
+        self, context: ClientContext, data: ClientData, local: Tree, got: Exchange
+    ) -> tuple[ScoreCounts, Tree]:
+        """Count how well the silo's model predicts its validation rows, from the embeddings of all devices."""
+        whole, rows = replace(context, modalities=tuple(got.embeddings)), data.test.at(got.rows)
+        seen = FromEmbeddings(got.embeddings).seen
+        return own_counts(whole, got.head, rows, _fused, self.evaluation.conformal, seen), local
+
+    @task()
+    def size_silo(
+        self, context: ClientContext, data: ClientData, local: Tree, got: Exchange
+    ) -> tuple[SizeCounts, Tree]:
+        """Count how the sets of the silo's validation rows shrink with a further modality."""
+        whole, rows = replace(context, modalities=tuple(got.embeddings)), data.test.at(got.rows)
+        return own_size_counts(whole, got.head, rows, _fused, FromEmbeddings(got.embeddings).seen), local
 
 
 @dataclass(frozen=True)
@@ -703,6 +806,16 @@ class FromEmbeddings(Predictor):
     def logits(self, model: Model, w: Tree, batch: Batch) -> Tensor:
         """Logits (B, C) of the head with parameters `w`."""
         return model.fuse(w, {m: h[batch.rows] for m, h in self.embeddings.items()}, batch)
+
+    def seen(self, batch: Batch) -> Batch:
+        """Return the batch with the embeddings as samples. A row whose embedding is zero lacks the modality."""
+        x = {m: h[batch.rows] for m, h in self.embeddings.items()}
+        return replace(batch, x=x, present={m: (h != 0).flatten(1).any(1) for m, h in x.items()})
+
+
+def _fused(model: Model, w: Tree, batch: Batch) -> Tensor:
+    """Return the logits (B, C) of a batch of embeddings."""
+    return model.fuse(w, batch.x, batch)
 
 
 def may_report(policy: Policy) -> bool:

@@ -23,7 +23,7 @@ from polyfed.core.messages import Message, carries, message
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
 from polyfed.evaluation import client_statistics
-from polyfed.evaluation.scores import Measured, joined, rows_alone, total
+from polyfed.evaluation.scores import Measured, rows_alone, total
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
 from polyfed.federation.silos.parts import Ask, Part
@@ -100,19 +100,11 @@ class Vfl(Vertical):
         policy = fed.context.policy
         possible = fed.evaluation_clients and policy.allows_models("server")
         found = self._evaluated_by_server(state, fed) if possible else Measured({})
-        if not (self.evaluation.personal and fed.clients.tested and may_report(policy)):
-            return found
-        return joined(found, self.evaluated_in_silos(fed, state.edges, {}))
+        return self.with_own_rows(found, fed, state.edges, {})
 
     @override
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:
-        own = self.evaluation.personal and may_report(policy)
-        asked = {
-            "upload": policy.allows_models("server"),
-            "embed_own": own,
-            "score_silo": own,
-            **dict.fromkeys(SCORING, False),
-        }
+        asked = {"upload": policy.allows_models("server"), **self.scoring(policy), **dict.fromkeys(SCORING, False)}
         return asked.get(task, super().will_send(task, field, block, policy))
 
     @property

@@ -7,14 +7,16 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from polyfed.evaluation.subsets import LACKS, SUBSET, WORST
+from polyfed.evaluation.subsets import GAIN, LACKS, SUBSET, WORST
 from polyfed.privacy.differential.guarantee import number
 from polyfed.report.comparison.cells import Column
 from polyfed.report.comparison.compare import Comparison
 from polyfed.report.formatting import bytes_of, counted, number_of, seconds_of
 from polyfed.report.scores import (
+    GAINS,
     TITLES,
     Headline,
+    gain_words,
     goes_on,
     lacks_in,
     lacks_title,
@@ -127,6 +129,8 @@ def _subsets(reached: dict[str, float], known: dict[str, Any], head: Headline, t
         for name in names:
             words = with_interval(reached[SUBSET + name], head.unit, known.get(SUBSET + name))
             yield f"{title} from {subset_title(name)}", words
+            if GAIN + name in reached:
+                yield f"- {GAINS}", gain_words(reached[GAIN + name], head.unit, known.get(GAIN + name))
         for name in subsets_in(known, ""):
             if not known[SUBSET + name]["rows"]:
                 yield f"{title} from {subset_title(name)}", "no test row has all of these"

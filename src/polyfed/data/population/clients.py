@@ -314,12 +314,6 @@ class ClientsSpec:
                 "clients.personal_validation=0, and [evaluate] conformal works with either",
                 ("clients", "validation"),
             )
-        if self.personal_validation and self.partition == "silos":
-            raise RecipeError(
-                "clients.personal_validation cannot be used with silos: their devices predict together, and match only "
-                "training and test rows by their ids; use validation",
-                ("clients", "personal_validation"),
-            )
 
     def _check_test_clients(self) -> None:
         wanted = self.test_clients

@@ -1,6 +1,7 @@
 """Splits a table over clients: the rows and modalities that each client holds, and the test and validation rows."""
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -95,7 +96,7 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
     roles = _roles(columns, clients)
     columns = _with_note(columns, clients, roles)
     train, own_test, validation, by_owner = _split(columns, roles, clients, key)
-    own_validation = validation if by_owner and len(validation.rows) and clients.partition != "silos" else None
+    own_validation = validation if by_owner and len(validation.rows) else None
     every = torch.cat([columns.rows(VALIDATION), validation.rows]).sort().values
     pooled = columns.rows(VALIDATION) if clients.personal_validation else every
     if clients.measure_on == "validation" and clients.personal_validation:
@@ -109,7 +110,8 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
         silo = torch.arange(len(train)).repeat_interleave(devices_per_silo(clients, names))
         device_key = keys.key(key, "devices of silos")
         train = dealt_to_devices(train, clients, names, keys.key(device_key, 0))
-        own_test = None if own_test is None else dealt_to_devices(own_test, clients, names, keys.key(device_key, 1))
+        own_test = _dealt(own_test, clients, names, keys.key(device_key, 1))
+        own_validation = _dealt(own_validation, clients, names, keys.key(device_key, 2))
     test_rows = pooled if clients.measure_on == "validation" else columns.rows(TEST)
     if len(test_rows) == 0 and own_test is not None:
         test_rows = torch.from_numpy(np.unique(own_test.rows.numpy()))
@@ -123,7 +125,7 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
         # a silo without any modality stays, for the check below
         kept = (holds.any(1) | ~torch.isin(silo, silo[holds.any(1)])).nonzero()[:, 0].tolist()
         train = of_clients(train, kept)
-        own_test = None if own_test is None else of_clients(own_test, kept)
+        own_test, own_validation = (p if p is None else of_clients(p, kept) for p in (own_test, own_validation))
         silo, holds = silo[kept], holds[kept]
     population = Population(
         columns=columns,
@@ -137,6 +139,11 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
     )
     _check(population, clients)
     return population
+
+
+def _dealt(own: Shards | None, clients: ClientsSpec, names: Sequence[str], key: int) -> Shards | None:
+    """Return rows of silos by device; see `dealt_to_devices`."""
+    return None if own is None else dealt_to_devices(own, clients, names, key)
 
 
 def with_fitted_columns(population: Population) -> Population:

@@ -382,12 +382,6 @@ TABLE: tuple[Conflict, ...] = (
         instead="Set conformal = 'split'",
     ),
     Conflict(
-        key=("evaluate", "conformal"),
-        when=lambda r: r.algorithm.evaluation.conformal != "none" and r.algorithm.aligns_rows,
-        because="a row's score needs the embeddings of all devices of its silo, which keep no common validation rows",
-        instead="Remove conformal, or choose a method whose clients predict alone",
-    ),
-    Conflict(
         key=("evaluate", "conformal_groups"),
         when=lambda r: (
             r.algorithm.evaluation.conformal != "none"

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from polyfed.core.errors import TooFewReplies
 from polyfed.core.messages import Message
-from polyfed.core.request import Accept, Send, Task
+from polyfed.core.request import Accept, HeldOut, Send, Task
 from polyfed.core.tasks import info_of
 from polyfed.federation.replies import Replies
 
@@ -28,7 +28,7 @@ class Ask:
     Attributes:
         task: what the devices do.
         send: the message of each device.
-        quorum, turn, accept: see `Federation.ask`.
+        quorum, turn, accept, held_out: see `Federation.ask`.
         if_any: whether there is no request if no silo has a message to send.
     """
 
@@ -37,6 +37,7 @@ class Ask:
     quorum: bool = True
     turn: int = 0
     accept: Accept | None = None
+    held_out: HeldOut = "test"
     if_any: bool = False
 
 
@@ -104,6 +105,7 @@ class Asking(Protocol):
         quorum: bool = True,
         turn: int = 0,
         accept: Accept | None = None,
+        held_out: HeldOut = "test",
     ) -> Replies:
         """See `Federation.ask`."""
 
@@ -144,8 +146,8 @@ def _asked(fed: Asking, asks: Collection[Ask], found: InSilos) -> Replies:
     def accept(client: int, reply: Any) -> str:
         return checks[client](client, reply) if client in checks else ""
 
-    number, check = fed.asked, accept if checks else None
-    replies = fed.ask(first.task, sorted(send), send, quorum=first.quorum, turn=first.turn, accept=check)
+    number, options = fed.asked, dict[str, Any](quorum=first.quorum, turn=first.turn, held_out=first.held_out)
+    replies = fed.ask(first.task, sorted(send), send, accept=accept if checks else None, **options)
     if info_of(first.task).scope == "server":
         found.answers.append(Answered(first.task, number, first.turn, replies))
     return replies

@@ -22,7 +22,7 @@ from polyfed.core.errors import RecipeError
 from polyfed.core.messages import DESTINATIONS, KINDS, LABELS
 from polyfed.core.system.files import replace_text
 from polyfed.core.tree import SHARED
-from polyfed.evaluation.subsets import LACKS, SUBSET, WORST
+from polyfed.evaluation.subsets import GAIN, LACKS, SUBSET, WORST
 from polyfed.privacy.egress.policy import Policy
 from polyfed.report import formatting as words
 from polyfed.report.comparison.compare import Comparison
@@ -38,7 +38,9 @@ from polyfed.report.reading.reconciliation import Reconciliation, reconcile
 from polyfed.report.reading.run_folder import Folder
 from polyfed.report.scores import (
     AS_THEY_COME,
+    GAINS,
     Headline,
+    gain_words,
     goes_on,
     interval_of,
     lacks_in,
@@ -285,7 +287,9 @@ def subset_scores(
         row: dict[str, Any] = {"title": subset_title(name), "parts": known}
         row |= {"score": scores[0], "personal": scores[1]}
         told = [intervals.get(group, {}).get(SUBSET + name) for group in ("global", "personal")]
-        rows.append(row | {"told": interval_of(told[0] if scores[0] is not None else told[1], past.headline.unit)})
+        row["told"] = interval_of(told[0] if scores[0] is not None else told[1], past.headline.unit)
+        gain, known = past.last(f"global.{GAIN}{name}"), intervals.get("global", {}).get(GAIN + name)
+        rows.append(row | {"gain": "" if gain is None else gain_words(gain, past.headline.unit, known)})
     if not rows:
         return None
     main = "score" if any(row["score"] is not None for row in rows) else "personal"
@@ -295,7 +299,8 @@ def subset_scores(
     for row in rows:
         row["width"] = round(100 * abs(row[main]) / (1.0 if past.headline.unit == "share" else largest))
     own = any(row["personal"] is not None for row in rows) and main == "score"
-    return {"rows": rows, "main": main, "worst": rows[-1]["title"], "own": own}
+    gains = GAINS if any(row["gain"] for row in rows) else ""
+    return {"rows": rows, "main": main, "worst": rows[-1]["title"], "own": own, "gains": gains}
 
 
 def _kept(folder: Folder) -> str:
