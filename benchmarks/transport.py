@@ -2,7 +2,8 @@
 
 `python benchmarks/transport.py` prints what docs/results/deployments.md quotes. The parts with `echo` tasks show what
 the transport alone costs: a task returns the message that it got, in a fork of a process that holds PyTorch, as a real
-task does. The last part runs recipes/federation-demo.toml, whose tasks also read data, train and write ledgers.
+task does. `federations` runs recipes/federation-demo.toml, whose tasks also read data, train and write ledgers, and
+`training` measures the memory of rounds of FedAvg with large models.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import torch
 
 from polyfed.deploy.credentials import write_credentials
 from polyfed.deploy.device import tasks as device_tasks
-from polyfed.deploy.local_federation import run_locally
+from polyfed.deploy.local_federation import LocalFederation, run_locally
 from polyfed.deploy.processes import free_ports
 from polyfed.engines.protocol import Patience
 from polyfed.engines.queued import QueueTransport
@@ -193,6 +194,75 @@ def _anonymous_of(process: psutil.Process) -> float:
     return next((float(line.split()[1]) / 1000 for line in lines if line.startswith("RssAnon")), 0.0)
 
 
+HIDDEN = {"0.04 MB": [32], "346 MB": [6500, 6500], "1.03 GB": [6500, 6500, 6500, 6500]}
+"""The widths of the two encoders of the models of `training`, by the size of the model."""
+
+LARGE_RECIPE = """
+seed = 1
+rounds = 3
+[data]
+name = "cg-digits"
+[clients]
+num = 2
+[model]
+embedding = 16
+[model.encoders]
+gray = {{ kind = "mlp", hidden = {hidden} }}
+color = {{ kind = "mlp", hidden = {hidden} }}
+[train]
+steps = 3
+batch_size = 32
+lr = 0.01
+[algorithm]
+name = "fedavg"
+[evaluate]
+every = 0
+[deployment]
+reply_seconds = 1200
+message_megabytes = 2000
+"""
+
+
+def training(folder: Path) -> None:
+    """Measure rounds of FedAvg with SGD: seconds, and the memory of each process that belongs to no file."""
+    small = dict[str, float]()
+    for name, hidden in HIDDEN.items():
+        recipe = folder / f"{name}.toml"
+        recipe.write_text(LARGE_RECIPE.format(hidden=hidden))
+        with LocalFederation(recipe, folder / name.replace(" ", "-")) as federation:
+            federation.start_server()
+            for number in range(len(federation.nodes)):
+                federation.start_device(number, message_megabytes=2000)  # type: ignore[arg-type]
+            while not all("ready" in federation.log(f"device-{number}") for number in range(len(federation.nodes))):
+                time.sleep(0.1)
+            words = ["submit", str(federation.app), "--credentials", str(federation.credentials)]
+            run, most = federation.begin("run", words), dict[str, float]()
+            while run.poll() is None:
+                for who, process in federation.processes.items():
+                    for what, size in _each(who.partition("-")[0], process.pid).items():
+                        most[what] = max(most.get(what, 0.0), size)
+                time.sleep(0.02)
+            assert run.returncode == 0, federation.log("run")
+            megabytes = sum(json.loads((federation.out / "run.json").read_text())["blocks"].values()) / 1e6
+            say(f"a round of FedAvg with {megabytes:.3g} MB, s", rounds_of(federation.out))
+        for what, size in most.items():
+            beyond = size - small.setdefault(what, size)
+            print(
+                f"  {what}: at most {size:.0f} MB, {beyond / megabytes:.2f} models more than the smallest", flush=True
+            )
+
+
+def _each(who: str, number: int) -> dict[str, float]:
+    """Return the memory of a process that belongs to no file, and that of the largest of its children."""
+    try:
+        process = psutil.Process(number)
+        children = process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return {}
+    own = {who: _anonymous_of(process)}
+    return own | ({f"a task of a {who}": max(map(_anonymous_of, children))} if children else {})
+
+
 def federations(folder: Path) -> None:
     """Measure rounds of a whole run, with a process for each device."""
     recipe = folder / "recipe.toml"
@@ -225,12 +295,12 @@ def tasks() -> None:
 def main() -> None:
     """Run the parts that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", nargs="?", choices=["echoes", "large", "federations"])
+    parser.add_argument("part", nargs="?", choices=["echoes", "large", "training", "federations"])
     part = parser.parse_args().part
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        for name, measure in (("echoes", echoes), ("large", large), ("federations", federations)):
-            if part in (None, name):
+        for measure in (echoes, large, training, federations):
+            if part in (None, measure.__name__):
                 measure(Path(folder))
 
 

@@ -69,7 +69,7 @@ def run(
     chosen = checked("[engine]", EngineSpec, changes, advice=misplaced)
     recipe = replace(recipe, engine=replace(recipe.engine, **chosen))
     _refuse_engine(recipe)
-    records = _records(out, resume=resume)
+    records = _records(out, recipe, resume=resume)
     play = execute
     if recipe.engine.name == "flower":
         from polyfed.deploy.server.server import simulate  # needs the extra polyfed[flower]
@@ -93,11 +93,11 @@ def _refuse_engine(recipe: Recipe) -> None:
         )
 
 
-def _records(out: str | Path | None, *, resume: bool) -> Records | None:
+def _records(out: str | Path | None, recipe: Recipe, *, resume: bool) -> Records | None:
     """Return the records in the folder of the run, or None without a folder."""
     if resume and out is None:
         raise RecipeError("resume=True needs the folder of the run to continue, as in out='runs/one'")
-    return None if out is None else Records(Path(out), resume=resume)
+    return None if out is None else Records(Path(out), resume=resume, recipe=recipe.table())
 
 
 def _with_warnings(finished: Run) -> Run:

@@ -1,11 +1,13 @@
 """What `polyfed check` says of a recipe: sizes of what can leave, exact and in time."""
 
 import json
+import re
 from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import tomli_w
 import torch
@@ -25,6 +27,7 @@ from polyfed.experiment.checks.check import Check, check
 from polyfed.experiment.checks.check_result import Planned
 from polyfed.experiment.checks.egress_tables import grouped, in_short, remarks, sentence, size
 from polyfed.experiment.recipes.from_data import make_recipe
+from polyfed.experiment.recipes.recipe import parse_recipe
 from polyfed.report.text_layout import SafeConsole, text_of
 from polyfed.training.optimisers import Train
 from refusals import refuses
@@ -230,6 +233,9 @@ def test_a_modality_that_may_not_leave_gets_the_whole_recipe_at_once() -> None:
     allowed = check(replace(cured, clients=replace(cured.clients, personal_test=0.2)))
     assert all(row.allowed for row in allowed.planned)
     assert not any(row.block == "a" for row in allowed.planned)
+    scored = replace(algorithm("fedavg"), evaluation=Evaluation(conformal="split"))  # asks for scores of all encoders
+    sets = check(replace(made, algorithm=scored, clients=replace(made.clients, personal_validation=0.2)))
+    assert any('[algorithm] private = ["a"]' in text for text in sets.why)
 
 
 def test_the_forecast_has_the_histogram_of_scores_as_large_as_the_ledger_books_it(tmp_path: Path) -> None:
@@ -277,3 +283,17 @@ def test_a_single_target_is_in_the_singular() -> None:
     shown = str(check(make_recipe({"a": torch.randn(60, 3)}, labels=target)))
     assert "60 rows of 1 target each;" in shown
     assert "the model has 1 output\n" in shown
+
+
+def test_columns_that_nothing_reads_are_listed(tmp_path: Path) -> None:
+    rows = 80
+    held = pd.DataFrame({"x": torch.randn(rows).tolist(), "note": "n", "day": "2024-01-01", "id": range(rows)})
+    held.assign(who=[f"p{n % 4}" for n in range(rows)], y=[n % 2 for n in range(rows)]).to_csv(
+        tmp_path / "a.csv", index=False
+    )
+    table = {"name": "table", "path": str(tmp_path / "a.csv"), "label": "y", "client": "who", "modalities": {"a": "x"}}
+    made = parse_recipe(
+        {"rounds": 1, "data": table, "clients": {"partition": "by-client"}, "algorithm": {"name": "fedavg"}}
+    )
+    shown = text_of(check(made))
+    assert "not read: note, day\n" in re.sub(" *\n", "\n", shown)

@@ -79,7 +79,7 @@ def test_printed_commands_run_with_a_path_that_has_blanks(tmp_path: Path, call: 
     table.to_csv(place / "my table.csv", index=False)
     code, out, err = call("init", "my table.csv", "--out", "my recipe.toml")
     (advice,) = commands_in(err)
-    assert (code, advice) == (2, ["init", "my table.csv", "--label", "NAME"])
+    assert (code, advice) == (2, ["init", "my table.csv", "--out", "my recipe.toml", "--label", "NAME"])
     code, out, err = call(*[word.replace("NAME", "kind") for word in advice], "--out", "my recipe.toml")
     assert code == 0, err
     advised = commands_in(out)

@@ -120,7 +120,7 @@ def test_splits_of_a_text_file_are_words_or_codes(tmp_path: Path, codes: list[st
 def test_labels_and_clients_that_differ_by_case_or_blanks_are_told(words: list[str]) -> None:
     label = np.array(words)[LABEL]
     if words[0] == "Cat":
-        with warned("different classes"):
+        with warned("relabel = {"):
             assert table_of({"a": X}, Given(labels=label)).num_classes == 3
     else:  # nobody sees blanks
         with refuses(DataError, "different classes"):

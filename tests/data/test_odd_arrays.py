@@ -1,5 +1,6 @@
 """Arrays as other programs leave them: masks, views, other byte orders and types, numbers that no float holds."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import polyfed
 from polyfed.core.errors import DataError, PolyfedError, PolyfedWarning
 from polyfed.data.columns import Columns
 from polyfed.data.reading.objects import Given, table_of
+from polyfed.data.sources.own.npz import Npz
 from refusals import refuses, warned
 
 ROWS = 40
@@ -165,3 +167,12 @@ def test_labels_from_1_are_told_how_to_begin_at_0() -> None:
     with pytest.warns(PolyfedWarning) as told:
         of(X, labels=LABEL * 2)
     assert "MATLAB" not in str(told[0].message)
+
+
+def test_words_of_pandas_are_told_how_to_be_saved(tmp_path: Path) -> None:
+    words = np.array(["a", "b"] * 10, dtype=object)
+    np.savez(tmp_path / "mine.npz", x=np.ones((20, 2)), label=words)
+    with refuses(DataError, "dtype=str"):
+        Npz(path=str(tmp_path / "mine.npz"), modalities=("x",)).load()
+    np.savez(tmp_path / "mine.npz", x=np.ones((20, 2)), label=np.array(list(words), dtype=str))
+    assert Npz(path=str(tmp_path / "mine.npz"), modalities=("x",)).load().class_names == ("a", "b")

@@ -1,5 +1,6 @@
 """`[clients] test_clients` and `folds`: nobody stands on both sides, and the folds test everybody once."""
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import polyfed
+from polyfed.algorithms import ALGORITHMS
 from polyfed.core import keys
-from polyfed.core.errors import RecipeError
+from polyfed.core.errors import PolyfedWarning, RecipeError
 from polyfed.data import ClientsSpec, Columns, populate
 from polyfed.data.sources import Npz, Table
 from polyfed.experiment.recipes.first_recipe import starter
@@ -60,6 +62,18 @@ def test_no_person_stands_on_both_sides_and_no_row_is_lost(share: float, seed: i
     assert train | test == set(range(PEOPLE))
     assert rows == PEOPLE * WINDOWS
     assert len(test) == max(1, round(share * PEOPLE))
+
+
+@pytest.mark.parametrize(
+    ("method", "own", "told"), [("ditto", 0.0, True), ("ditto", 0.25, False), ("fedavg", 0.0, False)]
+)
+def test_a_personal_part_that_no_score_tests_is_told(method: str, own: float, told: bool) -> None:
+    spec = ClientsSpec(partition="by-client", num=None, test_clients=0.25, personal_test=own or None)
+    given = replace(people(rounds=1), clients=spec)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PolyfedWarning)
+        ran = polyfed.run(replace(given, algorithm=ALGORITHMS[method](train=given.algorithm.train)))
+    assert any("no score tests" in text for text in ran.result["concerns"]) == told
 
 
 def test_named_clients_are_the_test_set() -> None:

@@ -22,6 +22,7 @@ from polyfed.data.column_rules import ColumnRule, rules_of
 from polyfed.data.columns import Column
 from polyfed.data.media.clip import Clip
 from polyfed.data.reading.values import laid_out
+from polyfed.data.sources.own.table_files import Table
 from polyfed.data.whole_columns import MOST_PIXELS, read_cells, token_ids
 from polyfed.deploy.device.configuration import NodeConfig
 from polyfed.deploy.device.data import population_on
@@ -211,12 +212,16 @@ def test_paths_stay_inside_the_folder_of_the_data_file(tmp_path: Path) -> None:
     assert found.shape == (4, 3, 4, 4)
 
 
+def load_table(path: Path) -> None:
+    Table(path=str(path), modalities={"path": "path"}, columns={"path": "image"}, test_share=0.0).load()
+
+
 def test_cells_that_are_no_image_or_text_are_named(tmp_path: Path) -> None:
     (tmp_path / "cut.png").write_bytes(claimed(1, 1)[:40])
     (tmp_path / "page.eps").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")
     for cell, says in (
         ("gone.png", "is no file"),
-        ("cut.png", "1 more rows"),
+        ("cut.png", "; row 2"),
         ("page.eps", "cannot identify"),
         (3, "an image"),
         (np.zeros((2, 2, 3)), "uint8"),
@@ -224,6 +229,13 @@ def test_cells_that_are_no_image_or_text_are_named(tmp_path: Path) -> None:
     ):
         with refuses(DataError, says):
             read_cells(IMAGE, [None, cell, cell], "x", tmp_path)
+    with refuses(DataError, "5 more rows"):
+        read_cells(IMAGE, [3] * 25, "x", tmp_path)
+    (tmp_path / "mine.csv").write_text("path,label\ngone.png,1\n,0\nlost.png,0\nlast.png,1\n")
+    with pytest.raises(DataError) as refused:
+        load_table(tmp_path / "mine.csv")
+    for place in ("row 0 (line 2): 'gone.png'", "row 2 (line 4): 'lost.png'", "row 3 (line 5): 'last.png'"):
+        assert place in str(refused.value)
     with refuses(DataError, "holds a list"):
         read_cells(ColumnRule(kind="words"), [["a"]], "x")
     deep = pillow.fromarray(np.full((4, 4), 65_535, np.uint16))
@@ -261,9 +273,9 @@ def test_init_proposes_the_rules_as_a_command_that_works(tmp_path: Path, capsys:
             main(["init", *map(str, words), "--out", str(out)])
         return " ".join(capsys.readouterr())
 
-    asked = f"To read path as images and caption as texts, write polyfed init {table} --column path=image --column "
+    asked = f"To read path as images and caption as texts, write polyfed init {table} --out {out} --column path=image"
     first = said(table)
-    assert asked + "caption=words. If who names the client of a row, add --client who" in first
+    assert asked + " --column caption=words. If who names the client of a row, add --client who" in first
     assert f"polyfed init {table}" in said(tmp_path)
     said(table, "--column", "path=image", "--column", "caption=words", "--client", "who")
     made = load_recipe(out)

@@ -22,10 +22,11 @@ from engines.rough_link import Line, Proxy
 from engines.test_own_processes import PATIENCE, RECIPE, OwnFederation
 from polyfed.algorithms.averaging import Update
 from polyfed.core.errors import BadReply, TransportError
+from polyfed.core.system.mapping import mapped
 from polyfed.deploy.device import agent
 from polyfed.engines.queued import QueueTransport
 from polyfed.federation.replies import Replies, stacked
-from polyfed.federation.wire.wire_format import Packet, decode, encode, frames, mapped, unframed
+from polyfed.federation.wire.wire_format import Packet, decode, encode, frames, unframed
 from polyfed.transport import connection
 from polyfed.transport.connection import Connection
 from polyfed.transport.logins import PrivateKey

@@ -1,5 +1,7 @@
 """`polyfed init FILE`: the recipe that it writes passes check and run unchanged, and says what it guessed."""
 
+import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +10,10 @@ import pytest
 
 import polyfed
 from polyfed.cli import main
-from polyfed.core.errors import PolyfedError
+from polyfed.core.errors import DataError, PolyfedError
+from polyfed.experiment.recipes.file_reading import read_file
 from polyfed.experiment.recipes.first_recipe import starter
+from polyfed.experiment.recipes.recipe import load_recipe
 from refusals import refuses, warned
 
 ROWS = 120
@@ -121,7 +125,51 @@ def test_several_targets_are_labels_and_no_modality(tmp_path: Path, capsys: pyte
 def test_several_files_are_refused_with_the_cure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with refuses(SystemExit, "2"):
         main(["init", "train.csv", "test.csv", "--out", str(tmp_path / "recipe.toml")])
-    assert "init reads one file, and train.csv test.csv are several. Join them into one file" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "init reads one file, and train.csv test.csv are several. Join them into one file" in said
+    assert f"polyfed init joined.csv --out {tmp_path / 'recipe.toml'} --client site" in said, "one table for each site"
+
+
+def sites(folder: Path) -> Path:
+    """A table of a hospital: words, holes in three columns, and a column whose name makes it the labels."""
+    draw = np.random.default_rng(1)
+    held = pd.DataFrame(draw.normal(size=(ROWS, 3)), columns=["age", "sbp", "crp"]).mask(draw.random((ROWS, 3)) < 0.4)
+    words = {"ward": np.array(["icu", "er", "lab"])[LABEL], "again": np.array(["no", "yes", "no"])[LABEL]}
+    held = held.assign(**words, patient=np.arange(ROWS) % 30, diagnosis=np.where(LABEL == 2, None, WORDS))
+    held.to_csv(folder / "a site.csv", index=False)
+    return folder / "a site.csv"
+
+
+def test_printed_commands_keep_what_was_typed_and_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, call = tmp_path / "made.toml", ["polyfed", "init", str(sites(tmp_path)), "--label", "again"]
+    call += ["--leave-out", "diagnosis", "--set", "data.test_share=0.3", "--column", "ward=mean"]
+    call += ["--out", str(out), "--force"]
+    for _ in range(4):
+        with pytest.raises(SystemExit) as stop:
+            main(call[1:])
+        said = "".join(capsys.readouterr())
+        if not stop.value.code:
+            break
+        text = re.split(r" does|\. You", said[said.index("polyfed init") :])[0]
+        assert "[data]" not in said
+        call = shlex.split(text)
+        for word in ("again", "--leave-out", "diagnosis", "data.test_share=0.3", str(out), "--force"):
+            assert word in call
+    columns = load_recipe(out).data.columns  # type: ignore[attr-defined]
+    assert columns == {"ward": "one-hot", "age": "mean", "sbp": "mean", "crp": "mean"}
+
+
+def test_a_faulty_column_that_was_guessed_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = sites(tmp_path)
+    with refuses(SystemExit, "5"):
+        main(["init", str(file), "--column", "age=mean", "--out", str(tmp_path / "made.toml")])
+    said = capsys.readouterr().err
+    assert "the label column 'diagnosis' is empty in 40 of 120 rows" in said
+    words = ["--out", str(tmp_path / "made.toml"), "--column", "age=mean", "--label", "NAME"]
+    assert shlex.join(["polyfed", "init", str(file), *words]) in said
+    with refuses(DataError, "label column 'diagnosis'") as told:
+        read_file(file, {"label": "diagnosis"})
+    assert "to name another" not in str(told.value), "the user named it"
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".npz"])

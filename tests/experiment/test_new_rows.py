@@ -157,6 +157,33 @@ def test_what_rows_lack_is_said_by_name(run: Run, new: pd.DataFrame) -> None:
         run.predict({"lab": [[50.0, 3.0, "x"]]})
 
 
+def test_an_empty_column_is_enough_where_an_empty_cell_has_a_meaning(run: Run, new: pd.DataFrame) -> None:
+    with refuses(DataError, "CRP mg/l") as told:
+        run.predict_frame(new.drop(columns=["CRP mg/l", "Sex"]))
+    assert "Add them (empty ones are enough" in str(told.value)
+    with pytest.warns(PolyfedWarning) as caught:
+        run.predict_frame(new.drop(columns=["CRP mg/l", "Sex"]).assign(**{"CRP mg/l": None, "Sex": None}))
+    assert any("'CRP mg/l': 12 empty cells get" in str(one.message) for one in caught)
+    with refuses(DataError, "Alter") as told:
+        run.predict_frame(new.drop(columns=["Alter", "Sex"]))
+    assert "Add them ('Sex' may be empty" in str(told.value)
+    with refuses(DataError, "Alter") as told:
+        run.predict_frame(new.drop(columns=["Alter"]))
+    assert "Add them, or leave" in str(told.value)
+
+
+def test_ids_that_several_rows_have_are_noted(run: Run, new: pd.DataFrame) -> None:
+    alike = new.assign(Patient=["0007", *new["Patient"][1:]])
+    alike.loc[1, "Patient"] = "0007"
+    with warned("share their 'Patient'"):
+        run.predict_frame(alike, ids=["Patient"])
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        run.predict_frame(new, ids=["Patient"])
+        run.predict_frame(alike, ids=["Patient", "Alter"])
+    assert not [one for one in seen if "share their" in str(one.message)]
+
+
 def test_cells_that_are_missing_are_handled_as_in_training(run: Run, new: pd.DataFrame) -> None:
     new.loc[4, "Alter"] = np.nan
     with refuses(DataError, "an empty cell"):

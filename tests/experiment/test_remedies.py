@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+import polyfed
 from polyfed.cli.init import rules_in, write_recipe
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.experiment.checks.check import check, plan
 from polyfed.experiment.checks.check_result import Planned
+from polyfed.experiment.evaluate import evaluate
 from polyfed.experiment.recipes.first_recipe import starter
 from polyfed.experiment.recipes.overrides import apply
 from polyfed.experiment.recipes.recipe import load_recipe, parse_recipe
@@ -152,11 +154,27 @@ def test_labels_that_differ_by_blanks_are_refused_and_relabel_joins_them(tmp_pat
     (tmp_path / "rows.csv").write_text("\n".join(["hb,label", *lines, ""]))
     with refuses(DataError, "blanks") as refused:
         starter(tmp_path / "rows.csv", {})
-    told = tomllib.loads(re.search(r"\[data\] (relabel = \{.*\}) does", str(refused.value))[1])  # type: ignore[index]
+    told = tomllib.loads(re.search(r"\[data\] (relabel = \{.*?\}) \(polyfed", str(refused.value))[1])  # type: ignore[index]
     recipe = parse_recipe(tomllib.loads(starter(tmp_path / "rows.csv", told).text))
     assert recipe.data.load().class_names == ("No", "Yes")
     with refuses(RecipeError, "data.relabel: allowed"):
         starter(tmp_path / "rows.csv", {"relabel": {"ja": "Yes"}})
+
+
+@pytest.mark.filterwarnings("ignore::polyfed.core.errors.PolyfedWarning")
+def test_new_rows_without_a_relabelled_word_are_scored(tmp_path: Path) -> None:
+    def write(name: str, words: list[str]) -> Path:
+        lines = [f"{i % 7}.5,{(i % 5) * 0.3},{words[i % len(words)]},p{i % 3}" for i in range(60)]
+        (tmp_path / name).write_text("\n".join(["hb_a,hb_b,label,client", *lines, ""]))
+        return tmp_path / name
+
+    file = write("rows.csv", ["Yes", "No", "yes "])
+    made = starter(file, {"relabel": {"yes ": "Yes"}}).text.replace("rounds = 20", "rounds = 1")
+    polyfed.run(parse_recipe(tomllib.loads(made)), tmp_path / "run")
+    scored = evaluate(tmp_path / "run", data=write("new.csv", ["Yes", "No"]))
+    other = evaluate(tmp_path / "run", data=write("also.csv", ["yes ", "No"]))
+    assert scored.content["pooled"]["rows"] == 60
+    assert scored.content["pooled"] == other.content["pooled"]
 
 
 NOTES = ("AZ reduziert, Angehörige informiert", "Entlassung geplant", "Pat. stabil; weiter wie bisher")

@@ -229,8 +229,10 @@ def test_what_clients_keep_is_not_lost_by_another_engine(first: str, then: str, 
 def test_a_folder_with_another_run_is_not_overwritten(tmp_path: Path) -> None:
     polyfed.run(longer("fedavg", rounds=1), tmp_path)
     before = everything(tmp_path)
-    with refuses(RecipeError, "holds another run"):
+    with refuses(RecipeError, "rounds=2"):
         polyfed.run(longer("fedavg", rounds=2), tmp_path)
+    with refuses(RecipeError, "another recipe"):
+        polyfed.run(replace(longer("fedavg", rounds=1), seed=77), tmp_path)
     assert before == everything(tmp_path)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from core.test_mapping import most_while
 from polyfed.algorithms import ALGORITHMS, Averaging
 from polyfed.algorithms.averaging import Update
 from polyfed.core.errors import Diverged, RecipeError, TooFewReplies
@@ -16,7 +17,8 @@ from polyfed.data import ClientsSpec
 from polyfed.experiment.checks.check import check
 from polyfed.experiment.recipes.settings import EngineSpec
 from polyfed.experiment.running.assembly import assemble
-from polyfed.federation.aggregation import RULES, ServerOptimiser, aggregate
+from polyfed.federation import aggregation
+from polyfed.federation.aggregation import BY_ENTRY, CHUNK, RULES, ServerOptimiser, aggregate
 from polyfed.federation.attack import Attack, cure
 from polyfed.federation.replies import Replies, listed, stacked
 from polyfed.selection import Uniform
@@ -255,3 +257,29 @@ def test_the_cure_depends_on_the_attack() -> None:
     assert "robust rule" in cure(Attack(name="scaling", share=0.2))
     assert "lr" in cure(None)
     assert listed({-1: "not finite"}) == "the server's test: not finite"
+
+
+def large_replies(num: int, shapes: dict[str, tuple[int, ...]]) -> tuple[Replies, dict[int, float], Tree]:
+    draw = torch.Generator().manual_seed(1)
+    trees = [{name: torch.randn(shape, generator=draw) for name, shape in shapes.items()} for _ in range(num)]
+    made = {client: Update(tree, torch.tensor(0.5), torch.tensor(3)) for client, tree in enumerate(trees)}
+    return Replies(list(stacked(dict(made)))), dict.fromkeys(made, 1.0), trees[0]
+
+
+@pytest.mark.parametrize("num", [4, 7])
+@pytest.mark.parametrize("rule", BY_ENTRY)
+def test_large_replies_are_combined_in_parts_with_the_same_bits(rule: str, num: int, monkeypatch: Any) -> None:
+    replies, weights, centre = large_replies(num, {"a.w": (1, CHUNK + 5), "a.b": (7,)})
+    server = ServerOptimiser(aggregate=rule)  # type: ignore[arg-type]
+    found = aggregate(replies, "params", weights, centre, server)
+    monkeypatch.setattr(aggregation, "BY_ENTRY", ())
+    whole = aggregate(replies, "params", weights, centre, server)
+    assert {*found} == {*whole}
+    assert all(torch.equal(value, whole[name]) and value.shape == whole[name].shape for name, value in found.items())
+
+
+def test_the_median_of_large_replies_does_not_hold_them_side_by_side() -> None:
+    replies, weights, centre = large_replies(6, {"a.w": (2, 4 * CHUNK)})
+    server = ServerOptimiser(aggregate="median")
+    took = most_while(lambda: aggregate(replies, "params", weights, centre, server))
+    assert took < 2 * len(weights) * centre["a.w"].nbytes, "sorting all of them takes five times their size"

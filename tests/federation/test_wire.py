@@ -1,6 +1,7 @@
 """The wire: what was encoded comes back, and nothing else gets through."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from core.test_mapping import most_while
 from polyfed.algorithms.averaging import Update
 from polyfed.core.errors import BadReply
 from polyfed.core.messages import Message, carries, crossings, message
+from polyfed.core.system.mapping import ALIGNED, LARGE, mapped
 from polyfed.core.tree import Tree
 from polyfed.federation.wire.wire_format import DTYPES, Packet, decode, encode
 from refusals import refuses
@@ -126,3 +129,35 @@ def test_the_parts_of_a_message_cost_as_much_for_each_tensor_however_many_there_
     nothing, one = torch.empty(0), torch.tensor(1)
     update = Update({f"a.{n}": nothing for n in range(600_000)}, one.float(), one)
     assert [part.block for part in crossings(update)] == ["a", "shared", "shared"]
+
+
+def mixed(tail: float = 7.0) -> Parcel:
+    params = {"a.bias": torch.arange(3.0), "a.weight": torch.rand(LARGE // 4 + 5), "b.weight": torch.rand(LARGE // 4)}
+    return Parcel(params, torch.tensor(tail))
+
+
+def test_large_tensors_stay_in_a_mapped_body_as_aligned_as_those_in_memory(tmp_path: Path) -> None:
+    sent = mixed()
+    packet = encode(sent)
+    (tmp_path / "body").write_bytes(bytes(packet.body))
+    mapping = mapped(tmp_path / "body")
+    (tmp_path / "body").unlink()
+    got: list[Parcel] = []
+    size = 2 * LARGE
+    assert most_while(lambda: got.append(decode(Packet(packet.header, mapping), Parcel, limit=2**30, shared=True))) < (
+        size / 4
+    )
+    assert equal(got[0], sent)
+    assert [value.data_ptr() % ALIGNED for value in got[0].params.values() if value.nbytes >= LARGE] == [0, 0]
+    got[0].params["a.weight"].zero_()
+    assert equal(decode(packet, Parcel, limit=2**30), sent), "a change stays with the receiver"
+
+
+def test_nothing_hides_between_tensors() -> None:
+    packet = encode(mixed())
+    body = bytearray(bytes(packet.body))
+    gaps = [place for place in range(12, ALIGNED) if body[place] == 0]
+    assert len(gaps) == ALIGNED - 12, "after three numbers"
+    body[40] = 1
+    with refuses(BadReply, "between"):
+        decode(Packet(packet.header, bytes(body)), Parcel, limit=2**30)

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,29 @@ def test_too_little_time_for_all_methods_drops_the_slowest(tmp_path: Path) -> No
     assert pilot._price(pilot.arms["fast"], 7, 1) == pytest.approx(19 / 9 + 2)
 
 
+def test_minutes_that_compare_nothing_are_not_spent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(Pilot, "_study", lambda self, name, *args, **more: ran.append(name))
+    told: list[str] = []
+
+    def searched(arms: list[Arm], minutes: float) -> None:
+        journal = Journal(tmp_path / f"{len(told)}.json", minutes, clock=lambda: 0.0, started=0.0)
+        pilot = Pilot(tmp_path, {"rounds": 9}, ("global.accuracy",), journal, jobs=1, say=told.append)
+        pilot.arms = {arm.name: arm for arm in arms}
+        pilot._search()
+
+    late = Arm("late", "candidate", {}, dropped=pilot_module.LATE)
+    with pytest.raises(pilot_module.TimeUp):
+        searched([Arm("fedavg", "candidate", {}, seconds=9.0), late], minutes=1.0)
+    # two methods of 19 rounds in the search and two runs on reported seeds, of a second each
+    needed = 2 * (19 + 2 * 9) / (pilot_module.SAFETY * pilot_module.SEARCH_SHARE)
+    assert f"About {math.ceil(needed / 60)} minutes may be enough" in told[-1]
+    assert not ran
+    searched([Arm("fedavg", "candidate", {}, seconds=9.0)], minutes=1.0)
+    assert ran, "nobody asked for a second method"
+    assert [row["round_bytes"] for row in Recommendation((), None, (late,), tmp_path).table()] == [None]
+
+
 def test_when_the_time_ends_in_the_search_it_recommends_what_it_knows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +195,7 @@ def test_when_the_time_ends_in_the_search_it_recommends_what_it_knows(
     monkeypatch.setattr(Pilot, "_search", late)
     told: list[str] = []
     found = asked(tmp_path / "out", say=told.append)
-    assert found.paragraph.startswith("Take fedavg for now: the time ended before any method had a run")
+    assert found.paragraph.startswith("Take fedavg for now: the time was too short for runs")
     assert (tmp_path / "out" / "recommended.toml").is_file()
     assert told[0].startswith("2 rounds of 4 methods: ")
 

@@ -300,3 +300,10 @@ def test_a_small_confusion_matrix_prints_its_counts_and_logged_numbers_have_capt
     ]
     assert "How strongly &lt;it&gt; pulls." in text
     assert "its page explains it" in text
+
+
+def test_page_tells_how_to_repeat_and_to_cite_the_run(made_run):
+    text = write_report(made_run()).read_text()
+    assert "polyfed run recipe.toml" in text
+    assert "polyfed algorithms " in text
+    assert "The polyfed developers" in text

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from core.test_mapping import most_while
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.data.sources import Toy
@@ -248,3 +249,17 @@ def test_padding_repeats_a_row_of_the_client_itself() -> None:
     )
     index = stack_of([torch.arange(40, 49), torch.arange(60, 62)]).index
     assert set(index[1, plan.rows[1].flatten()].tolist()) == {60, 61}
+
+
+def test_training_takes_one_gradient_beside_the_model_and_no_gradient_beside_its_result() -> None:
+    encoder = {"kind": "mlp", "hidden": [3200, 3200]}  # from 32 MB on, freed memory goes back
+    model = build_model(ModelSpec(embedding=4, encoders={"a": encoder}), {"a": (16,)}, 3)
+    start = model.init(0)
+    data = SingleClientData(COLUMNS, torch.arange(8), ("a",), model, 1, 1, 1)
+    size, train = sum(value.nbytes for value in start.values()), Train(steps=3, batch_size=4, lr=0.01)
+    found: list[Any] = []
+
+    def work() -> None:
+        found.append(data.minimise(lambda w, batch: cross_entropy(model.logits(w, batch), batch), start, train=train))
+
+    assert most_while(work) < 1.4 * size, "the model and what it starts from are there before"

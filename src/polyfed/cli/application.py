@@ -71,6 +71,19 @@ def root(
         raise typer.Exit
 
 
+def typed_options(context: typer.Context) -> tuple[tuple[str, ...], ...]:
+    """Return the options of a verb that the user typed, one tuple of words for each; see `Call`."""
+    found: list[tuple[str, ...]] = []
+    for parameter in context.command.params:
+        source = context.get_parameter_source(str(parameter.name))
+        if parameter.param_type_name != "option" or source is None or source.name != "COMMANDLINE":
+            continue
+        flag, value = parameter.opts[0], context.params[str(parameter.name)]
+        values = value if isinstance(value, list | tuple) else [value]
+        found += [(flag,)] if isinstance(value, bool) else [(flag, str(one)) for one in values]
+    return tuple(found)
+
+
 class Interrupted(Exception):
     """Ctrl-C or SIGTERM ended a verb; the text says how to resume."""
 

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from polyfed.cli.application import AsJson, LeaveOut, app
+from polyfed.cli.application import AsJson, LeaveOut, app, typed_options
 from polyfed.cli.output import answer
-from polyfed.core.errors import RecipeError, command, did_you_mean
+from polyfed.core.errors import Call, RecipeError, called, command, did_you_mean
 from polyfed.core.system.files import shipped
 
 
@@ -172,16 +172,23 @@ def init(
     """Write a complete recipe for a data file, and print all guesses."""
     from polyfed.cli import init
 
+    call = Call("init", str(file), typed_options(context))
     if context.args:
+        joined = call.again(("--client", "site"), file=f"joined{file.suffix}")
         raise RecipeError(
-            f"init reads one file, and {' '.join([str(file), *context.args])} are several. Join them into one file "
-            "with a column (.npz: an array) `split` that says train, test or validation for each row. Or read them in "
-            "Python and give a data frame for each split, as in polyfed.run(data={'train': ..., 'test': ...})"
+            f"init reads one file, and {' '.join([str(file), *context.args])} are several. Join them into one file. "
+            "If each holds the rows of a site, add a column (.npz: an array) that names it, as in "
+            f"pandas.concat(pandas.read_csv(file).assign(site=file) for file in files), and write {joined}. If they "
+            "are splits, add `split`, which says train, test or validation for each row. Or give a data frame for each "
+            "split in Python, as in polyfed.run(data={'train': ..., 'test': ...})"
         )
     labels = label[0] if label and len(label) == 1 else label or None
     columns = {"label": labels, "client": client, "split": split, "class_names": class_name}
     told: dict[str, Any] = {"leave_out": leave_out or (), "overrides": overrides or (), "force": force}
-    notes = init.write_recipe(file, out, columns, init.rules_in(column or ()), task, **told)
+    with called(call):
+        notes = init.write_recipe(file, out, columns, init.rules_in(column or ()), task, **told)
+    plain = command("init", file)  # the next one replaces the recipe that this one has written
+    notes = notes if force else tuple(note.replace(plain, f"{plain} --force") for note in notes)
     lines = [f"guessed: {note}" for note in notes]
     lines.append(f"wrote {out}. Go on with: {command('check', out)}, then {command('run', out)}")
     answer({"recipe": str(out), "guessed": notes}, *lines, as_json=as_json)

@@ -1,14 +1,15 @@
 """`polyfed sweep`, which runs a study, and `polyfed recommend`, which finds the method for your data by several."""
 
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polyfed.cli.application import AsJson, Interrupted, LeaveOut, Overrides, app
+from polyfed.cli.application import AsJson, Interrupted, LeaveOut, Overrides, app, typed_options
 from polyfed.cli.output import answer
-from polyfed.core.errors import command
+from polyfed.core.errors import Call, called, command
 from polyfed.core.system.stop_signals import handling, interrupt
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ UNFINISHED = 4
 
 @app.command("sweep")
 def sweep_study(
+    context: typer.Context,
     study: Annotated[Path, typer.Argument(metavar="STUDY.toml", help="The study.", show_default=False)],
     jobs: Annotated[
         int | None,
@@ -45,9 +47,8 @@ def sweep_study(
         with progress, handling(interrupt, signal.SIGTERM):
             frame = sweep(study, folder, jobs=jobs, ray=ray, listeners=[progress])
     except KeyboardInterrupt:
-        where = [] if ray is None else ["--ray", ray]
-        again = command("sweep", study, *where, "--out", folder)
-        raise Interrupted(f"go on with: {again}") from None
+        call = Call("sweep", str(study), typed_options(context))
+        raise Interrupted(f"go on with: {call.again()}") from None
     assert progress.board is not None
     more = f"all runs in {folder / PAGE}; tests and figures: {command('compare', folder)}"
     answer(_rows(frame), results_table(progress.board), more, as_json=as_json)
@@ -63,6 +64,7 @@ def _rows(frame: Any) -> list[dict[str, Any]]:
 
 @app.command("recommend")
 def recommend_method(
+    context: typer.Context,
     given: Annotated[
         Path, typer.Argument(metavar="DATA|RECIPE.toml", help="A data file or a recipe.", show_default=False)
     ],
@@ -94,9 +96,10 @@ def recommend_method(
     from polyfed.recommendation.recommend import recommend
 
     labels = label[0] if label and len(label) == 1 else label or None
-    progress = SweepProgress()
+    call, progress = Call("recommend", str(given), typed_options(context)), SweepProgress()
     try:
-        with progress, handling(interrupt, signal.SIGTERM):
+        naming = nullcontext() if given.suffix == ".toml" else called(call)  # a recipe names its columns itself
+        with naming, progress, handling(interrupt, signal.SIGTERM):
             found = recommend(
                 given,
                 out,
@@ -115,8 +118,7 @@ def recommend_method(
                 say=progress.say,
             )
     except KeyboardInterrupt:
-        again = command("recommend", given, "--out", out)
-        raise Interrupted(f"go on with: {again}, and the other options of this call") from None
+        raise Interrupted(f"go on with: {call.again()}") from None
     answer(found.facts(), *_shown(found), as_json=as_json)
 
 

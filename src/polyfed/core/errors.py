@@ -6,7 +6,10 @@ shows as a failed `assert`.
 """
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from difflib import get_close_matches
 
 
@@ -112,6 +115,64 @@ def command(*words: object) -> str:
     "polyfed run 'my recipe.toml'"
     """
     return shlex.join(["polyfed", *map(str, words)])
+
+
+@dataclass(frozen=True)
+class Call:
+    """A command that reads a data file, as the user typed it.
+
+    Attributes:
+        verb: the verb, such as `init`.
+        file: the data file.
+        options: the words of each option that the user typed.
+    """
+
+    verb: str
+    file: str
+    options: tuple[tuple[str, ...], ...] = ()
+
+    def again(self, *more: tuple[str, ...], file: object = "") -> str:
+        """Return the command with more options; each replaces the option that it contradicts.
+
+        Args:
+            file: another data file.
+
+        >>> Call("init", "a.csv", (("--out", "a.toml"), ("--column", "age=date"))).again(("--column", "age=mean"))
+        'polyfed init a.csv --out a.toml --column age=mean'
+        """
+        replaced = {_subject(option) for option in more}
+        kept = [option for option in self.options if _subject(option) not in replaced]
+        return command(self.verb, file or self.file, *(word for option in (*kept, *more) for word in option))
+
+
+def _subject(option: tuple[str, ...]) -> tuple[str, ...]:
+    """Return what an option is about: `--column age=mean` is about the column, `--leave-out note` about the note."""
+    return (option[0], *(word.partition("=")[0] for word in option[1:]))
+
+
+_CALL: ContextVar[Call | None] = ContextVar("call", default=None)
+
+
+@contextmanager
+def called(call: Call) -> Iterator[None]:
+    """Let the texts of errors and notes print this command with what it lacks; see `again`."""
+    token = _CALL.set(call)
+    try:
+        yield
+    finally:
+        _CALL.reset(token)
+
+
+def again(*more: tuple[str, ...], otherwise: str, file: object = "") -> str:
+    """Return the command that the user typed with more options, or `otherwise` if it reads no data file."""
+    call = _CALL.get()
+    return otherwise if call is None else call.again(*more, file=file)
+
+
+def typed_verb() -> str:
+    """Return the verb of the command that reads a data file, or "" if there is none."""
+    call = _CALL.get()
+    return "" if call is None else call.verb
 
 
 def counted(count: int, one: str, many: str) -> str:

@@ -168,5 +168,5 @@ def digest(tree: Mapping[str, Tensor]) -> str:
     for name in sorted(tree):
         value = tree[name].detach().cpu().contiguous()
         sha.update(f"{name}|{value.dtype}|{tuple(value.shape)}|".encode())
-        sha.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+        sha.update(value.reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()

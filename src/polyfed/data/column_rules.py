@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from polyfed.core.errors import DataError, RecipeError
+from polyfed.core.errors import DataError, RecipeError, again, typed_verb
 from polyfed.core.option_checks import AT_LEAST_ONE, between, check_ranges, checked
 from polyfed.core.system.json_and_toml import toml_key, toml_value
 
@@ -356,7 +356,20 @@ def _stamp(start: str, where: str) -> "pd.Timestamp":
 
 
 def suggestion(entries: Mapping[str, str | Mapping[str, Any]]) -> str:
-    """Return how to write rules for these columns, in a recipe and in Python: the end of an error text."""
+    """Return how to write rules for these columns: the end of an error text.
+
+    It is the command that the user typed, with these rules, or else how to write them in a recipe and in Python.
+    """
     lines = ", ".join(f"{toml_key(column)} = {toml_value(entry)}" for column, entry in entries.items())
     plain = {column: dict(entry) if isinstance(entry, Mapping) else entry for column, entry in entries.items()}
-    return f"[data] columns = {{ {lines} }} (in Python: columns={plain!r})"
+    return again(
+        *(_option(column, entry) for column, entry in entries.items()),
+        otherwise=f"[data] columns = {{ {lines} }} (in Python: columns={plain!r})",
+    )
+
+
+def _option(column: str, entry: str | Mapping[str, Any]) -> tuple[str, str]:
+    """Return the option of a command line that gives the rule of a column."""
+    if typed_verb() != "init" or "=" in column:
+        return "--set", f"data.columns.{toml_key(column)}={toml_value(entry)}"
+    return "--column", f"{column}={entry if isinstance(entry, str) else toml_value(entry)}"

@@ -39,13 +39,19 @@ SUFFIXES = (".bmp", ".gif", ".jpg", ".jpeg", ".png", ".ppm", ".tif", ".tiff", ".
 DAMAGED = (OSError, SyntaxError, ValueError, EOFError, KeyError, IndexError, TypeError, OverflowError)
 """What Pillow raises for a damaged file, besides `struct.error` and `zlib.error`."""
 
+MOST_FAULTS = 20
+"""The most faulty cells that one message names."""
+
+LONGEST_NAME = 200
+"""The longest path that a message repeats."""
+
 WORD = re.compile(r"\w+")
 
 Cell = Callable[[Any], NDArray[Any] | None]
 
 
 def read_cells(
-    rule: ColumnRule, cells: Sequence[Any], where: str, folder: Path | None = None
+    rule: ColumnRule, cells: Sequence[Any], where: str, folder: Path | None = None, first_line: int | None = None
 ) -> tuple[NDArray[Any], NDArray[np.bool_]]:
     """Return the samples of a column, and which cells are not empty, bool (n,).
 
@@ -55,12 +61,13 @@ def read_cells(
         where: the beginning of an error text.
         folder: the folder of the data file, in which paths begin and to which they are confined. None for data of a
             Python program, whose paths may lead anywhere and begin in the working directory.
+        first_line: the line of the first cell in a text file, if each of the others is on the next line; or None.
 
     Returns:
         Pixels, uint8 (n, 3, size, size), or ids, int64 (n, length), with zeros for empty cells.
 
     Raises:
-        DataError: cells cannot be read. The message names the first of them, and how many there are.
+        DataError: cells cannot be read. The message names them, at most `MOST_FAULTS`, and how many more there are.
         RecipeError: Pillow is not installed.
     """
     if rule.kind == "image":
@@ -72,15 +79,25 @@ def read_cells(
         try:
             sample = read(cell)
         except (*DAMAGED, struct.error, zlib.error, MemoryError) as error:
-            faults.append(f"row {row}: {str(error) or type(error).__name__}")
+            at = f"row {row}" if first_line is None else f"row {row} (line {first_line + row})"
+            faults.append(f"{at}: {_named(cell)}{str(error) or type(error).__name__}")
             continue
         there[row] = sample is not None
         if sample is not None:
             found[row] = sample
     if faults:
-        more = f" {len(faults) - 1:,} more rows have such faults." if len(faults) > 1 else ""
-        raise DataError(f"{where}, {faults[0]}.{more} Correct the cells, or leave them empty where the row lacks it")
+        more = f"; {len(faults) - MOST_FAULTS:,} more rows have such faults" if len(faults) > MOST_FAULTS else ""
+        raise DataError(
+            f"{where}, {'; '.join(faults[:MOST_FAULTS])}{more}. Correct the cells, or leave them empty where the row "
+            "lacks it"
+        )
     return found, there
+
+
+def _named(cell: Any) -> str:
+    """Return the file that a cell names, for the beginning of a fault, or nothing."""
+    cell = cell.get("path") if isinstance(cell, Mapping) and not cell.get("bytes") else cell
+    return f"'{cell}' " if isinstance(cell, str | PathLike) and len(str(cell)) <= LONGEST_NAME else ""
 
 
 def _reader_of(rule: ColumnRule) -> Cell:

@@ -13,18 +13,22 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.errors import DataError, PolyfedError, RecipeError, command
+from polyfed.core.system.json_and_toml import toml_value
 from polyfed.core.tree import Tree, size_bytes
 from polyfed.data import Column, Columns, Population, stacked
 from polyfed.data.columns import OWN_TEST, TEST, VALIDATION
 from polyfed.data.reading.array_files import Arrays
 from polyfed.data.sources.own.npz import Npz, scaling_names
+from polyfed.data.sources.own.table_files import Table
 from polyfed.deploy.device.agent import LARGEST_APP
 from polyfed.deploy.device.allowed_arrays import array_names, standard
 from polyfed.deploy.device.configuration import used_on
+from polyfed.deploy.device.data import refuse_own_numbers
+from polyfed.deploy.server.enrolment import refuse_fitted_elsewhere
 from polyfed.deploy.server.membership import expected
 from polyfed.experiment.checks.check import refuse_large
 from polyfed.experiment.recipes.conflicts import refuse_conflicts
-from polyfed.experiment.recipes.recipe import Recipe, load_recipe
+from polyfed.experiment.recipes.recipe import Recipe, load_recipe, read_table
 from polyfed.experiment.recipes.task_choice import task_of
 from polyfed.experiment.running.assembly import assemble, model_of, policy_of, population_of
 from polyfed.experiment.running.warm_start import given_of, write_text_copy
@@ -44,11 +48,17 @@ def placed(recipe: Recipe, data: str = "") -> Recipe:
     """
     source = replace(recipe.data, path=data) if data else recipe.data
     recipe = replace(recipe, data=source, engine=replace(recipe.engine, name="devices"))
+    refuse_fitted_elsewhere(recipe)
     refuse_conflicts(recipe, deployed=True)
     return recipe
 
 
-def write_app(recipe_path: str | Path, folder: str | Path, warn: Callable[[str], None] = lambda text: None) -> Path:
+def write_app(
+    recipe_path: str | Path,
+    folder: str | Path,
+    warn: Callable[[str], None] = lambda text: None,
+    overrides: Sequence[str] = (),
+) -> Path:
     """Write an app that `polyfed submit` runs: the recipe, the values of its warm start, and `app.toml`.
 
     `app.toml` names the folder of the run and, if the recipe's [data] has a path, where the server reads its own rows.
@@ -57,6 +67,7 @@ def write_app(recipe_path: str | Path, folder: str | Path, warn: Callable[[str],
         folder: folder for the app. It must be new or empty, or hold an app of this recipe's name.
         warn: called with the reason if the recipe's data cannot be read on this machine. The run has no global
             evaluation unless the server can read the data.
+        overrides: changes to the recipe, each as `section.key=value`.
 
     Returns:
         The folder.
@@ -64,7 +75,7 @@ def write_app(recipe_path: str | Path, folder: str | Path, warn: Callable[[str],
     Raises:
         PolyfedError: the recipe is wrong, its replies are too large, or the folder holds other files.
     """
-    recipe, folder = load_recipe(recipe_path), Path(folder)
+    recipe, folder = load_recipe(recipe_path, overrides), Path(folder)
     given = given_of(recipe)
     _refuse_heavy(recipe, given)
     _check(recipe, warn)
@@ -73,7 +84,10 @@ def write_app(recipe_path: str | Path, folder: str | Path, warn: Callable[[str],
     _refuse_another(folder, recipe.name)
     folder.mkdir(parents=True, exist_ok=True)
     write_text_copy(given, folder)
-    (folder / RECIPE).write_text(Path(recipe_path).read_text(encoding="utf-8"), encoding="utf-8")
+    text = Path(recipe_path).read_text(encoding="utf-8")
+    if overrides:
+        text = tomli_w.dumps(read_table(Path(recipe_path), overrides))
+    (folder / RECIPE).write_text(text, encoding="utf-8")
     told = {"name": recipe.name, "out": str((folder / "run").absolute()), "data": data_of(recipe)}
     (folder / APP).write_text(tomli_w.dumps(told), encoding="utf-8")
     return folder
@@ -125,7 +139,10 @@ def _check(recipe: Recipe, warn: Callable[[str], None]) -> None:
     that cannot be built, and a reply that is too large.
     """
     placed(recipe)
-    expected(recipe)
+    if expected(recipe) == 1 and not _says_devices(recipe):
+        warn(
+            "neither [deployment] nodes nor [clients] num says how many devices there are, so the server waits for one"
+        )
     for name, path in recipe.model.classes().items():
         user_classes.found(f"[model] {name}", path, nn.Module)
     for encoder in recipe.model.encoders.values():
@@ -137,6 +154,7 @@ def _check(recipe: Recipe, warn: Callable[[str], None]) -> None:
         place = "polyfed submit --data FILE" if data_of(recipe) else "the recipe's [data]"
         warn(f"no global evaluation unless the server can read these rows: {error}. {place} says where they are there")
         return
+    _refuse_unlisted(recipe, columns)
     columns = task_of(recipe).prepared(columns)
     shapes = {name: column.shape for name, column in columns.modalities.items()}
     model_of(recipe, shapes, columns.num_classes, policy_of(recipe, columns))
@@ -145,6 +163,37 @@ def _check(recipe: Recipe, warn: Callable[[str], None]) -> None:
     except PolyfedError:  # the server's rows may be test rows only, from which no simulation can be made
         return
     refuse_large(assembly)
+
+
+def _says_devices(recipe: Recipe) -> bool:
+    """Return whether a recipe says how many devices its server waits for."""
+    return recipe.clients.partition == "silos" or bool(recipe.deployment.nodes or recipe.clients.num)
+
+
+def _refuse_unlisted(recipe: Recipe, columns: Columns) -> None:
+    """Refuse the server's own rows if polyfed has numbered the words of their labels, as no device would."""
+    if columns.words_sorted and isinstance(recipe.data, Table):
+        raise RecipeError(
+            f"[data] '{recipe.data.path}': the labels are words, and devices cannot see which number each has here. "
+            f"List the classes: class_names = {toml_value(list(columns.class_names or ()))}",
+            ("data", "class_names"),
+        )
+    refuse_own_numbers(columns, f"the server's [data] '{columns.name}'")
+
+
+def here(recipe: Recipe, population: Population) -> list[str]:
+    """Return what a recipe must say for devices on this machine, as overrides: the classes, and how many devices.
+
+    Args:
+        recipe: the recipe of a simulation.
+        population: its clients, each of which becomes a device.
+    """
+    columns, found = population.columns, []
+    if columns.words_sorted and isinstance(recipe.data, Table):
+        found.append(f"data.class_names={toml_value(list(columns.class_names or ()))}")
+    if not _says_devices(recipe):
+        found.append(f"deployment.nodes={population.num_clients}")
+    return found
 
 
 def write_job(recipe: Recipe, folder: str | Path) -> Path:
@@ -166,12 +215,17 @@ def data_of(recipe: Recipe) -> str:
     return str(Path(path).expanduser().absolute()) if path else ""
 
 
-def write_nodes(recipe: Recipe, folder: str | Path) -> list[Path]:
+def write_nodes(recipe: Recipe, folder: str | Path, population: Population | None = None) -> list[Path]:
     """Write a folder for each client of a recipe, with the client's rows and policy, as on a device.
 
     `data.npz` holds only the modalities that the client has. Only this user can read the folder. The order of the rows
     is the same as in a simulation, so a deployment with these folders gives the same results as the simulation.
     Existing policy files are kept.
+
+    Args:
+        recipe: the recipe of a simulation.
+        folder: the folder of the folders.
+        population: the clients of the recipe, if they are known already.
 
     Returns:
         The folders `nodes/0`, `nodes/1`, ... below `folder`.
@@ -179,7 +233,7 @@ def write_nodes(recipe: Recipe, folder: str | Path) -> list[Path]:
     Raises:
         RecipeError: [data.columns] reads image files, which lie beside the file of all clients, or rows were left out.
     """
-    population = population_of(recipe)
+    population = population or population_of(recipe)
     if isinstance(recipe.data, Npz) and recipe.data.columns:
         _refuse_uncopied(recipe.data, len(population.columns))
     written = []
@@ -221,9 +275,9 @@ def _policy_for(recipe: Recipe) -> str:
     return head + tomli_w.dumps({"egress": rules} | ({"allow": used} if used else {}))
 
 
-def device_tables(recipe: Recipe, places: Sequence[Path]) -> list[dict[str, Any]]:
+def device_tables(recipe: Recipe, places: Sequence[Path], population: Population | None = None) -> list[dict[str, Any]]:
     """Return the table [[device]] for each folder of `write_nodes`, without its key; see `NodeConfig`."""
-    population = population_of(recipe)
+    population = population or population_of(recipe)
     tables: list[dict[str, Any]] = []
     for client, place in enumerate(places):
         files = {"data": str(place.absolute() / "data.npz"), "policy": str(place.absolute() / "policy.toml")}
@@ -265,7 +319,7 @@ def _samples(name: str, column: Column, rows: Tensor, recipe: Recipe) -> dict[st
     hold the values as stored, and two others the shift and the scale of the population.
     """
     scaling = {}
-    values = column.take(rows)
+    values = column.raw(rows) if column.values.dtype == torch.int64 else column.take(rows)  # token ids stay ids
     if column.shift is not None or column.scale is not None:
         values, one = column.raw(rows), torch.ones(())
         values = values.to(torch.float32) if values.dtype == torch.bfloat16 else values

@@ -5,6 +5,7 @@ import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from polyfed.algorithms.evaluate import Evaluate
 from polyfed.core.errors import BadReply, EgressError, NotAllowed, PolyfedError
 from polyfed.core.registry import only
 from polyfed.core.system.files import PUBLIC_KEY
+from polyfed.core.system.mapping import on_disk
+from polyfed.core.tree import clone
 from polyfed.data import Population
 from polyfed.deploy.device.configuration import (
     WHERE,
@@ -202,7 +205,12 @@ class Deployed:
                 conditions=conditions,
                 app=self.recipe_path.parent,
             )
-            runtime = replace(runtime, purpose=recipe.deployment.purpose, terms=terms)
+            runtime = replace(
+                runtime,
+                purpose=recipe.deployment.purpose,
+                terms=terms,
+                checkpoint_seconds=node.checkpoint_seconds,
+            )
             _refuse_unmet(unmet_by_model(required, recipe, runtime.engine.model, runtime.engine.initial), node.client)
         with blamed("a task failed"):
             return runtime.answer(packet, node.client)
@@ -317,6 +325,7 @@ def runtime_of(
         objective=task_of(recipe),
         privacy=mechanism,
         wire=recipe.wire,
+        copied=partial(on_disk, folder=folder) if own else clone,
         **terms,
     )
     return ClientRuntime(

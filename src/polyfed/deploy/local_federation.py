@@ -16,12 +16,13 @@ import tomli_w
 
 from polyfed.core.errors import RecipeError
 from polyfed.core.system.stop_signals import handling, interrupt
-from polyfed.deploy.app_folder import device_tables, write_app, write_nodes
+from polyfed.deploy.app_folder import device_tables, here, placed, write_app, write_nodes
 from polyfed.deploy.credentials import write_credentials
 from polyfed.deploy.processes import HOST, free_ports, groups_of, listens, lives, signal_group
 from polyfed.deploy.server.queued_run import run_here
 from polyfed.deploy.server.server import finished
 from polyfed.experiment.recipes.recipe import load_recipe
+from polyfed.experiment.running.assembly import population_of
 from polyfed.experiment.running.lock import alone_in
 
 START_SECONDS, STOP_SECONDS = 120.0, 5.0
@@ -43,9 +44,11 @@ class LocalFederation:
 
     def __init__(self, recipe_path: str | Path, folder: str | Path) -> None:
         self.folder, recipe = Path(folder).absolute(), load_recipe(recipe_path)
-        self.app = write_app(recipe_path, self.folder / "app")
-        self.nodes = write_nodes(recipe, self.folder)
-        self.tables = device_tables(recipe, self.nodes)
+        placed(recipe)
+        population = population_of(recipe)
+        self.app = write_app(recipe_path, self.folder / "app", overrides=here(recipe, population))
+        self.nodes = write_nodes(recipe, self.folder, population)
+        self.tables = device_tables(recipe, self.nodes, population)
         silos = sorted({table["silo"] for table in self.tables}) if recipe.deployment.relay == "edge" else []
         self.credentials = write_credentials(self.folder / "credentials", len(silos) or len(self.nodes))
         self.processes: dict[str, subprocess.Popen[bytes]] = {}

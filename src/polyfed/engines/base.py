@@ -43,6 +43,7 @@ from polyfed.privacy.egress.requirements import NO_REQUIREMENTS, Requirements
 from polyfed.training import SingleClientData
 from polyfed.training.client_data import ClientData
 from polyfed.training.per_sample import PerSample
+from polyfed.training.progress import Progress
 
 Emit = Callable[..., None]
 
@@ -94,6 +95,7 @@ class Engine(ABC):
         required: the protection that this device demands.
         on_device: whether this engine runs on a device of a deployment; see `ClientContext.on_device`.
         wire: how messages are compressed, or None if the recipe has no [wire] section.
+        copied: makes the engine's copy of `initial`, in memory or on the disk.
     """
 
     name: str
@@ -119,10 +121,11 @@ class Engine(ABC):
         required: Requirements = NO_REQUIREMENTS,
         on_device: bool = False,
         wire: Wire | None = None,
+        copied: Callable[[Tree], Tree] = clone,
     ) -> None:
         keep_freed_memory()
         self.population, self.model, self.algorithm = population, model, algorithm
-        self.initial = clone(initial)  # the algorithm may change its first state, which holds the same tensors
+        self.initial = copied(initial)  # the algorithm may change its first state, which holds the same tensors
         self.policy, self.ledger, self.emit, self.debug, self.clock = policy, ledger, emit, debug, clock
         self.device, self.objective = torch.device(device), objective
         self.privacy, self.limits, self.required, self.on_device = privacy, limits, required, on_device
@@ -137,6 +140,7 @@ class Engine(ABC):
         self.kept = 0
         self._evaluates: Evaluates | None = None
         self._trains: Evaluates | None = None
+        self._progress: Progress | None = None
         self.packed: Pieces | None = None  # what the device sends in place of the compressed tensors of its reply
         self._contexts: dict[tuple[str, ...], ClientContext] = {}
 
@@ -185,6 +189,7 @@ class Engine(ABC):
         locals: Mapping[int, Tree],
         evaluates: Evaluates | None,
         trains: Evaluates | None = None,
+        progress: Progress | None = None,
     ) -> Self:
         """Return this engine for a single request to a device, whose local state and ledger come from its disk.
 
@@ -193,10 +198,11 @@ class Engine(ABC):
             locals: the local state of the client, if it has one.
             evaluates: counts the request in the budget of evaluations; None without such a budget.
             trains: refuses a request that reads the training rows; None if it may.
+            progress: keeps the state of its local trainings.
         """
         one = copy(self)
         one.ledger, one.locals, one._evaluates, one._trains = ledger, dict(locals), evaluates, trains
-        one.packed = {}
+        one.packed, one._progress = {}, progress
         return one
 
     def move(self, device: torch.device) -> None:
@@ -291,7 +297,12 @@ class Engine(ABC):
             test_index=tests.to(self.device),
             privacy=self.per_sample(request, client),
             smallest=self.limits.min_batch_size if client >= 0 else 0,
+            progress=self.progress(request, client),
         )
+
+    def progress(self, request: Request, client: int) -> Progress | None:
+        """Return what keeps the state of the local trainings of a task, or None."""
+        return self._progress
 
     def guard(self, request: Request, client: int) -> LimitGuard:
         """Return what holds a task of this client to the limits of the device. Evaluation clients have no limits."""

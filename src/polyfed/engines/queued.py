@@ -12,8 +12,9 @@ from typing import cast
 from typing_extensions import override
 
 from polyfed.core.errors import TransportError
+from polyfed.core.system.mapping import mapped
 from polyfed.engines.patience import LARGEST_ENROLMENT, Arrived, Node, PatientTransport
-from polyfed.federation.wire.wire_format import MAX_HEADER, Packet, mapped, unframed
+from polyfed.federation.wire.wire_format import MAX_HEADER, Packet, unframed
 from polyfed.transport.queue import ANSWERED, LATE, Bell, Queue
 
 GONE_SECONDS = 60.0

@@ -313,6 +313,7 @@ def population_for(job: Recipe, data: str | Path | None, trained: TrainedFacts) 
             )
         own = {"test_share": 0.0, "empty_rows": "leave-out"}
         source = replace(source, path=str(data), **{name: v for name, v in own.items() if hasattr(source, name)})
+        source = source.for_other_rows() if isinstance(source, Table) else source
     wanted = source
     absent: tuple[str, ...] = ()
     if data is not None:
@@ -341,7 +342,7 @@ def population_for(job: Recipe, data: str | Path | None, trained: TrainedFacts) 
     if scaling is None:
         warn(UNSCALED, PolyfedWarning, stacklevel=3)
     if told := [note for note in columns.notes if EMPTY in note]:
-        warn(f"{data}: {told[0]}", PolyfedWarning, stacklevel=3)
+        warn(f"{data}: {'; '.join(told)}", PolyfedWarning, stacklevel=3)
     marked = columns.rows(TEST)
     return by_natural_client(columns, marked if len(marked) else columns.rows(TRAIN, VALIDATION), "test")
 

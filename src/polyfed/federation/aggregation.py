@@ -10,8 +10,8 @@ al., "Measuring the Effects of Non-Identical Data Distribution for Federated Vis
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import torch
@@ -42,7 +42,10 @@ algorithm stops. Pillutla et al. take at most 4 steps and stop at a relative cha
 little in polyfed, because the replies are already stacked."""
 
 CHUNK = 2**18
-"""Number of entries of a block whose pairwise differences are computed at a time in float64, to bound the memory."""
+"""Number of entries of a block that are compared at a time, to bound the memory."""
+
+BY_ENTRY = ("median", "trimmed-mean")
+"""Rules that combine each entry of the replies without the others. The other rules need the replies in memory."""
 
 SMOOTHING = 1e-6
 """The smallest distance by which a weight is divided. Pillutla et al., 2022, call it nu (Algorithm 2)."""
@@ -236,7 +239,8 @@ def aggregate(
             mean |= _adapters(full, name, weights, centre, adapters.RULES[server.aggregate], ranks)
         return adapters.with_unsent(mean, sent, centre)
     rule = RULES[server.aggregate]
-    found = combined(full, name, weights, centre, lambda group: rule(group, server))
+    by_entry = server.aggregate in BY_ENTRY
+    found = combined(full, name, weights, centre, lambda group: rule(group, server), by_entry=by_entry)
     return adapters.with_unsent(found, sent, centre)
 
 
@@ -247,6 +251,8 @@ def combined(
     centre: Mapping[str, Tensor],
     rule: Callable[[Group], Tensor],
     only: Collection[str] | None = None,
+    *,
+    by_entry: bool = False,
 ) -> Tree:
     """Combine the trees that one field holds in all replies, block by block, with a rule that gets whole blocks.
 
@@ -257,26 +263,54 @@ def combined(
         centre: the tree that the clients started from.
         rule: returns the combined entries (P,) of a group.
         only: the names of tensors to combine. Default: all.
+        by_entry: whether the rule may get a part of the entries of a block at a time.
 
     Returns:
         The combined tree. An integer tensor, such as a counter, becomes the median of the replies.
     """
     found: Tree = {}
-    for (block, clients), all_stacks in _groups(replies, name, weights).items():
-        stacks = {key: stack for key, stack in all_stacks.items() if only is None or key in only}
-        one = {key: stack[0] for key, stack in stacks.items()}
-        counters = {key: stack.median(0).values for key, stack in stacks.items() if not one[key].is_floating_point()}
-        real = [key for key in stacks if key not in counters]
-        found |= counters
+    for (block, clients), every in _groups(replies, name, weights).items():
+        rows = {key: own for key, own in every.items() if only is None or key in only}
+        one = {key: own[0] for key, own in rows.items()}
+        found |= {k: torch.stack(own).median(0).values for k, own in rows.items() if not one[k].is_floating_point()}
+        real = [key for key in rows if one[key].is_floating_point()]
         if real:
             wide = torch.promote_types(one[real[0]].dtype, torch.float32)
-            values = torch.cat([stacks[key].flatten(1).to(wide) for key in real], 1)
-            share = torch.tensor([weights[client] for client in clients], dtype=wide, device=values.device)
+            share = torch.tensor([weights[client] for client in clients], dtype=wide, device=one[real[0]].device)
+            form = Group(block, torch.empty(0), share / share.sum(), torch.empty(0))
+            if by_entry and sum(one[key].numel() for key in real) > CHUNK:
+                found |= {key: _by_chunks(rule, form, rows[key], centre[key], wide) for key in real}
+                continue
+            values = torch.cat([torch.stack(rows[key]).flatten(1).to(wide) for key in real], 1)
             start = torch.cat([centre[key].flatten().to(values) for key in real])
-            entries = rule(Group(block, values, share / share.sum(), start))
+            entries = rule(replace(form, values=values, centre=start))
             pieces = torch.split(entries, [one[key].numel() for key in real])
             found |= {key: piece.view_as(one[key]).to(one[key]) for key, piece in zip(real, pieces, strict=True)}
     return found
+
+
+def _by_chunks(
+    rule: Callable[[Group], Tensor],
+    form: Group,
+    rows: Sequence[Tensor],
+    centre: Tensor,
+    wide: torch.dtype,
+) -> Tensor:
+    """Return what a rule of `BY_ENTRY` makes of one tensor, from some of its entries at a time, with the same bits.
+
+    Large replies lie in mapped files, so that memory holds no copy of them.
+
+    Args:
+        form: the group, without values and centre.
+        rows: the tensor of each client.
+    """
+    flat, start = [row.reshape(-1) for row in rows], centre.reshape(-1)
+    entries = torch.empty_like(flat[0])
+    for place in range(0, start.numel(), CHUNK):
+        part = slice(place, place + CHUNK)
+        values = torch.stack([row[part] for row in flat]).to(wide)
+        entries[part] = rule(replace(form, values=values, centre=start[part].to(values)))
+    return entries.view_as(rows[0])
 
 
 def _adapters(
@@ -289,7 +323,8 @@ def _adapters(
 ) -> Tree:
     """Return the combined LoRA adapters of the padded replies, block by block."""
     found = Tree()
-    for (_, clients), stacks in _groups(replies, name, weights).items():
+    for (_, clients), rows in _groups(replies, name, weights).items():
+        stacks = {key: torch.stack(own) for key, own in rows.items()}
         for a, b in pairs(stacks):
             device = stacks[a].device
             share = torch.tensor([weights[client] for client in clients], dtype=torch.float64, device=device)
@@ -300,19 +335,19 @@ def _adapters(
 
 def _groups(
     replies: Replies, name: str, weights: Mapping[int, float]
-) -> dict[tuple[str, tuple[int, ...]], dict[str, Tensor]]:
-    """Group the names of a tree by block and senders: (block, clients ascending) -> name -> entries (K, ...)."""
+) -> dict[tuple[str, tuple[int, ...]], dict[str, list[Tensor]]]:
+    """Group the names of a tree by block and senders: (block, clients ascending) -> name -> the tensor of each."""
     pieces: dict[str, list[tuple[int, Tensor]]] = {}
     for part in replies.parts:
         for key, stack in getattr(part.message, name).items():
             rows = zip(part.clients, stack, strict=True)
             pieces.setdefault(key, []).extend((client, row) for client, row in rows if weights[client] > 0)
-    groups: dict[tuple[str, tuple[int, ...]], dict[str, Tensor]] = {}
+    groups: dict[tuple[str, tuple[int, ...]], dict[str, list[Tensor]]] = {}
     for key, found in pieces.items():
         ordered = sorted(found, key=lambda item: item[0])
         if ordered:
             senders = tuple(client for client, _ in ordered)
-            groups.setdefault((block_of(key), senders), {})[key] = torch.stack([row for _, row in ordered])
+            groups.setdefault((block_of(key), senders), {})[key] = [row for _, row in ordered]
     return groups
 
 

@@ -3,26 +3,33 @@
 import copy
 import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
+from typing_extensions import override
 
 from polyfed.core.errors import RecipeError
+from polyfed.core.request import Request, Send
 from polyfed.data import ClientsSpec
 from polyfed.data.sources import Toy
+from polyfed.engines import Sequential
+from polyfed.engines.workers.process import Unit
 from polyfed.experiment.checks.check import check, plan
 from polyfed.experiment.checks.check_result import Planned
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.running import checkpoint
 from polyfed.experiment.running.assembly import Assembly, assemble
-from polyfed.laws.federation import AWKWARD, PLAIN, Trial, federation, furthest, method, played, trained
+from polyfed.federation.replies import Answer
+from polyfed.laws.federation import AWKWARD, PLAIN, Trial, federation, furthest, method, played, through, trained
 from polyfed.laws.replies import faults
 from polyfed.privacy.egress.ledger import TO_CLIENT
 from polyfed.training.optimisers import Train
+from polyfed.training.progress import PartOfTraining, Progress
 
 PATTERNS: tuple[Literal["random", "client", "label", "spans"], ...] = ("random", "client", "label", "spans")
 """The patterns of missing rows; each method meets one of them."""
@@ -138,6 +145,87 @@ def resumes(trial: Trial, engine: str) -> None:
         after = made.algorithm.round(state, again.fed)
     same = checkpoint.digest(after) == checkpoint.digest(whole)
     demand(same, "a resumed run ends with another state; keep what you remember in the state or in `local`")
+
+
+class Died(BaseException):
+    """A client's process has died."""
+
+
+class MortalProgress(Progress):
+    """Keeps the state after each step in memory, and dies after some of them.
+
+    Args:
+        kept: what earlier lives of the task have kept.
+        steps: after so many steps, the task dies; 0 for never.
+    """
+
+    share = 0.0
+
+    def __init__(self, kept: dict[int, PartOfTraining], steps: int) -> None:
+        super().__init__(0.0)
+        self.kept, self.left = kept, steps
+
+    @override
+    def found(self, number: int) -> PartOfTraining | None:
+        return snapshot_of(self.kept[number]) if number in self.kept else None
+
+    @override
+    def keep(self, number: int, part: PartOfTraining) -> None:
+        self.kept[number] = snapshot_of(part)
+        self.left -= 1
+        if not self.left:
+            raise Died
+
+
+def snapshot_of(part: PartOfTraining) -> PartOfTraining:
+    """Return a copy of the state of a training."""
+    tensors: dict[str, Tensor] = {}
+    skeleton = checkpoint.pack(part, tensors)
+    found: PartOfTraining = checkpoint.unpack(skeleton, {name: value.clone() for name, value in tensors.items()}, ())
+    return found
+
+
+class Mortal(Sequential):
+    """Runs each task in three lives, of which the first two end after a few steps of local training."""
+
+    deaths = 0
+    _kept: dict[int, PartOfTraining]
+    _steps = 0
+
+    @override
+    def progress(self, request: Request, client: int) -> Progress | None:
+        return MortalProgress(self._kept, self._steps)
+
+    @override
+    def answer(
+        self, request: Request, clients: Sequence[int], send: Send, units: Sequence[Unit] | None = None
+    ) -> Answer:
+        answers = [self._in_lives(request, client, send) for client in clients]
+        missing = {client: why for one in answers for client, why in one.missing.items()}
+        return Answer.of([part for one in answers for part in one.parts], missing)
+
+    def _in_lives(self, request: Request, client: int, send: Send) -> Answer:
+        self._kept = {}
+        for self._steps in (1 + (5 * client + request.number) % 7, 1 + client % 3, 0):
+            try:
+                return super().answer(request, [client], send)
+            except Died:
+                self.deaths += 1
+        raise AssertionError("the last life does not end")
+
+
+def goes_on_with_trainings(trial: Trial) -> None:
+    """Let clients die while they train, and go on from the state after the last step."""
+    made = trial.recipe("sequential", AWKWARD)
+    parts = assemble(made, engine=Mortal)
+    state = through(parts, made.rounds)
+    assert isinstance(parts.engine, Mortal)
+    if not parts.engine.deaths:
+        raise NotApplicable("no client trains for more than one step at a time")
+    same = digests(parts, state) == digests(*trial.played("sequential", AWKWARD)[:2])
+    demand(
+        same, "a training that goes on ends with other numbers; `loss` and `direction` must keep nothing of their own"
+    )
 
 
 def round_is_pure(trial: Trial) -> None:
@@ -308,6 +396,7 @@ LAWS: dict[str, Law] = {
     "one-seed": Law("one seed gives one state", repeats),
     "resume": Law("a resumed run equals the uninterrupted one bit for bit", partial(resumes, engine="sequential")),
     "resume-vectorised": Law("the same on the engine vectorised", partial(resumes, engine="vectorised")),
+    "training": Law("a training whose process dies goes on to the same bits", goes_on_with_trainings),
     "pure-round": Law("a round changes neither the state that it receives nor the data", round_is_pure),
     "own-numbers": Law("no random number comes from the global generator", draws_no_global_numbers),
     "zero-steps": Law("without a training step the model stays as it is", rests_without_steps),

@@ -198,6 +198,13 @@ class Model:
         slots = Slots({block: made(self._factories[block], key, block)}, self._naming)
         return {name: slots.own(name).detach() for name in slots.names}
 
+    def put_away(self, copied: Callable[[Tree], Tree]) -> None:
+        """Put copies, such as those in a mapped file, in the place of the modules' own tensors. Trees do not change."""
+        held = self._slots.held()
+        copies = copied({str(place): tensor.data for place, tensor in enumerate(held)})
+        for tensor, copy in zip(held, copies.values(), strict=True):
+            tensor.data = copy
+
     @contextmanager
     def live(self, w: Mapping[str, Tensor]) -> Iterator[Tree]:
         """Copy `w` into the model's own tensors, and yield these tensors, so that training can change them in place.

@@ -111,7 +111,7 @@ class Conclusion:
         yield from (f"{text[0].upper()}{text[1:]}." for text in self.choice.edges)
         yield from self._left_out()
         if self.out_of_time:
-            yield f"The {self.minutes:.3g} minutes ended before all runs; the same command with more --minutes goes on."
+            yield f"{self.minutes:.3g} minutes were too few for all runs; the same command with more --minutes goes on."
 
     def _choice(self) -> str:
         words = f" with {keys_text(self.choice.chosen)}" if self.choice.chosen else ""
@@ -119,8 +119,7 @@ class Conclusion:
             found = self.choice.validation
             told = "" if found is None else f"; on validation rows it had {self._number(found)}"
             return (
-                f"Take {self.choice.name}{words} for now: the time ended before any method had a run on the reported "
-                f"seeds{told}."
+                f"Take {self.choice.name}{words} for now: the time was too short for runs on the reported seeds{told}."
             )
         mean, spread = mean_and_spread(list(self.choice.scores.values()))
         n = len(self.choice.scores)
@@ -324,7 +323,7 @@ def simplest(order: Sequence[Arm]) -> Arm:
         return arm is order[0] or (len(gaps) > 1 and abs(mean) <= spread / len(gaps) ** 0.5)
 
     kept = [arm for arm in order if alike(arm)]
-    return min(kept, key=lambda arm: (arm.name != "fedavg", arm.round_bytes, order.index(arm)))
+    return min(kept, key=lambda arm: (arm.name != "fedavg", arm.round_bytes or 0.0, order.index(arm)))
 
 
 def differences(one: Mapping[int, float], other: Mapping[int, float]) -> list[float]:

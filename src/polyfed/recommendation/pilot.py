@@ -56,6 +56,9 @@ EVALUATED = 1.25
 PROBE_SHARE = 0.25
 """The share of the time that the probes may take."""
 
+LATE = f"the probes of all methods took more than {PROBE_SHARE:.0%} of the time"
+"""Why a method goes no further whose cost was not measured."""
+
 SAFETY = 0.85
 """The part of the time that is planned, because runs beside each other take longer than alone."""
 
@@ -87,7 +90,7 @@ class Arm:
         scores: seed -> score.
         dropped: why it does not go on. Empty if it does.
         failed: whether a run on a reported seed failed.
-        round_bytes: bytes of a round in both directions, by the probe.
+        round_bytes: bytes of a round in both directions, by the probe. None if it has not been measured.
         seconds: seconds of a whole run, by the probe.
         overhead: seconds of a run besides its rounds.
         edges: sentences about chosen values at an edge of their ranges.
@@ -105,7 +108,7 @@ class Arm:
     scores: dict[int, float] = field(default_factory=dict)
     dropped: str = ""
     failed: bool = False
-    round_bytes: float = 0.0
+    round_bytes: float | None = None
     seconds: float = 0.0
     overhead: float = 0.0
     edges: list[str] = field(default_factory=list)
@@ -417,8 +420,7 @@ class Pilot:
             for arm in arms:
                 entry = entries.get(arm.name)
                 ended = entry is not None and entry.ended
-                late = f"the probes of all methods took more than {PROBE_SHARE:.0%} of the time"
-                found[arm.name] = _cost(entry, PROBED) if entry is not None and ended else {"why": late}
+                found[arm.name] = _cost(entry, PROBED) if entry is not None and ended else {"why": LATE}
             self.until = PROBE_SHARE * 60 * self.journal.minutes
         self.until = math.inf
         if whole:  # else more minutes may suffice for the rest
@@ -429,7 +431,7 @@ class Pilot:
         """Return why a run of a method exceeds the budget, or ""."""
         if arm.role != "candidate":
             return ""
-        total = arm.round_bytes * self.rounds
+        total = (arm.round_bytes or 0.0) * self.rounds
         if (most := self.limits.get("bytes")) is not None and total > most:
             return f"its run sends {total:,.0f} bytes in both directions, and the budget is {most:,.0f}"
         if (most := self.limits.get("seconds")) is not None and arm.seconds > most:
@@ -438,7 +440,13 @@ class Pilot:
 
     def _search(self) -> None:
         """Choose the settings of each method, and run it on the first seeds."""
-        plan = self.journal.decided("search", self._planned_search)
+        planned = self.journal.facts.get("search") or self._planned_search()
+        wanted = [arm for arm in self.arms.values() if arm.dropped in ("", LATE)]
+        if len([arm for arm in self.going if arm.name not in planned["dropped"]]) < 2 <= len(wanted):
+            self._drop(planned["dropped"])
+            self.say(self._warning())
+            raise TimeUp
+        plan = self.journal.decided("search", lambda: planned)
         self._drop(plan["dropped"])
         trials, seeds = plan["trials"], TUNING[: plan["tuning_seeds"]]
         self.say(f"search: {trials} settings on {counted(len(seeds), 'seed', 'seeds')} of {_names(self.going)}")
@@ -481,6 +489,20 @@ class Pilot:
                 f"{self.journal.minutes:.3g} minutes are too few for all methods, and it is the slowest of those left "
                 f"(about {seconds_of(price)})"
             )
+
+    def _warning(self) -> str:
+        """Return about how many minutes the comparison of FedAvg and the next method takes."""
+        known = [arm for arm in self.arms.values() if arm.seconds]
+        priced = sorted(self._price(arm, *LADDER[-1]) for arm in known)
+        each = statistics.median(
+            arm.overhead + PROBED * (arm.seconds - arm.overhead) / max(self.rounds, 1) for arm in known
+        )
+        search = sum((priced * 2)[:2]) / (SAFETY * SEARCH_SHARE * self.jobs)
+        seconds = max(search + self.journal.spent, each * len(self.arms) / (PROBE_SHARE * self.jobs))
+        return (
+            f"{self.journal.minutes:.3g} minutes are too few to compare even two methods, so nothing more is run. "
+            f"About {math.ceil(seconds / 60)} minutes may be enough, fewer with --methods A,B; the same command goes on"
+        )
 
     def _price(self, arm: Arm, trials: int, seeds: int) -> float:
         """Return about how many seconds the search and the first seeds of a method take."""
@@ -559,7 +581,7 @@ class Pilot:
         """Return a key that sorts the best method first; of equal ones, the one with fewer bytes."""
         assert self.metric is not None
         sign = 1 if self.metric.lowest else -1
-        return sign * arm.mean, arm.round_bytes, arm.name
+        return sign * arm.mean, arm.round_bytes or 0.0, arm.name
 
     def subsets(self, arm: Arm) -> dict[str, dict[int, float]]:
         """Run the chosen method once more, scored from every subset of the modalities.

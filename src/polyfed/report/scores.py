@@ -187,7 +187,12 @@ def sets_words(result: Mapping[str, Any], folder: object) -> str:
     if "refused" in told:
         return str(told["refused"])
     size = f"{told['size']:.3g} wide" if "targets" in result else f"{told['size']:.2f} classes"
-    how = "run.predict_set(x)" if folder is None else command("predict", folder, "FILE", "--coverage", told["coverage"])
+    own = not result.get("metrics", {}).get("global")
+    rows = "own test row" if own else "test row"
+    how = "run.predict_set(x, client=...)" if own else "run.predict_set(x)"
+    if folder is not None:
+        whose = ("--client", "NAME") if own else ()
+        how = command("predict", folder, "FILE", *whose, "--coverage", told["coverage"])
     unseen = "unseen_clients" in result and told["holds"] < told["coverage"]
     why = ", fewer than promised, because no validation row is of these clients" if unseen else ""
     if least := told.get("least"):
@@ -198,7 +203,7 @@ def sets_words(result: Mapping[str, Any], folder: object) -> str:
         )
     return (
         f"{size} on average; they hold the truth of {number_of(told['holds'], 'share')} of "
-        f"{counted(told['rows'], 'test row')}{why}, by {counted(told['validation_rows'], 'validation row')} at least: "
+        f"{counted(told['rows'], rows)}{why}, by {counted(told['validation_rows'], 'validation row')} at least: "
         f"{how}"
     )
 

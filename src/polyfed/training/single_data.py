@@ -6,6 +6,7 @@ Training uses plain autograd and in-place optimiser steps on the model's own ten
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -32,9 +33,10 @@ from polyfed.training.client_data import (
 )
 from polyfed.training.gradients import added, parts_of, refuse_aux
 from polyfed.training.modality_dropout import with_dropout
-from polyfed.training.optimisers import Train
+from polyfed.training.optimisers import Moments, Train
 from polyfed.training.per_sample import PerSample, refuse_reading
 from polyfed.training.plain_tensors import apart_from, snapshot
+from polyfed.training.progress import NOT_KEPT, OneTraining, PartOfTraining, Progress
 from polyfed.training.step_plan import steps_trained, usable_rows
 
 
@@ -54,6 +56,7 @@ class SingleClientData(ClientData):
         privacy: how training protects single rows. None means no protection.
         smallest: least number of rows of the last batch of an epoch; a smaller batch is left out, see `usable_rows`. A
             modality or a target that fewer rows of a batch have is left out of it.
+        progress: keeps the state of a training, so that it survives its process; None keeps nothing.
     """
 
     columns: Columns
@@ -66,6 +69,7 @@ class SingleClientData(ClientData):
     test_index: Tensor | None = None
     privacy: PerSample | None = None
     smallest: int = 0
+    progress: Progress | None = None
 
     def __post_init__(self) -> None:
         """Make `num_rows` a tensor on the device of the rows."""
@@ -103,6 +107,13 @@ class SingleClientData(ClientData):
     @override
     def minimise(self, loss: Loss, params: Tree, **options: Any) -> TrainingResult:
         job = Job(loss=loss, params=params, **options)
+        if self.progress is None or job.on is not None or self.privacy is not None:
+            return self._trained(job, NOT_KEPT)  # the noise of [privacy] comes from the system, and does not come again
+        with self.progress.training() as one:
+            return self._trained(job, one)
+
+    def _trained(self, job: Job, one: OneTraining) -> TrainingResult:
+        """Train; see `minimise`. A training that an earlier process has begun goes on."""
         train, model, after, direction = job.train, job.model or self.model, job.after, job.direction
         names = job.trained(model)
         # copies, because a `direction` may change them in place
@@ -121,7 +132,15 @@ class SingleClientData(ClientData):
             moments = train.moments(leaves)
             if after is not None:
                 moments = {kind: clone(tree) for kind, tree in after.moments.items()}
-            for batch in self._batches(train, model, job.stream, epochs, count) if job.on is None else [job.on]:
+            batches = [job.on] if job.on is not None else self._batches(train, model, job.stream, epochs, count)
+            if one.found is not None:
+                moments, kept, values = _put_back(one.found, w)
+                one.found, count = None, count + len(values)
+
+            def part() -> PartOfTraining:
+                return PartOfTraining(w, moments, kept, values)
+
+            for batch in islice(batches, len(values), None):
                 try:
                     grads, value, aux = self._gradient(job, w, leaves, self._allowed(batch))
                 except Exception as error:
@@ -136,6 +155,9 @@ class SingleClientData(ClientData):
                         grads = summed(grads)
                     train.step(w, grads, moments, lr, count)
                 values.append(value.detach())
+                del grads, aux  # of a large model, memory should hold one gradient, and none while `w` is copied
+                one.stepped(part)
+            one.ended(part)
             return TrainingResult(
                 clone(w), self._mean(values, after), torch.tensor(count), kept, moments, epochs + train.epochs
             )
@@ -226,6 +248,16 @@ class SingleClientData(ClientData):
             present={m: columns.present[m].index_select(0, where) for m in self.modalities if m in columns.present},
             key=key,
         )
+
+
+def _put_back(part: PartOfTraining, w: Tree) -> tuple[Moments, Tree, list[Tensor]]:
+    """Put the parameters of a training that goes on into `w`. Return its moments, its carry and its losses."""
+    with torch.no_grad():
+        for name, value in part.params.items():
+            w[name].copy_(value)
+    device = next(iter(w.values())).device if w else None
+    moments = {kind: {n: v.to(device) for n, v in tree.items()} for kind, tree in part.moments.items()}
+    return moments, {n: v.to(device) for n, v in part.carry.items()}, [loss.to(device) for loss in part.losses]
 
 
 def _step_gradient(job: Job, w: Tree, leaves: Tree, batch: Batch) -> tuple[Any, Tensor, Any]:

@@ -100,7 +100,7 @@ def _scores(result: dict[str, Any], head: Headline) -> Iterator[tuple[str, str]]
         yield f"{head.title}{of_target(result)}, {scored_rows(reached)}", words
     for name in lacks_in(reached, ""):
         yield f"- {lacks_title(name)}", with_interval(reached[LACKS + name], head.unit, of_rows.get(LACKS + name))
-    yield from _subsets(reached, of_rows, head)
+    yield from _subsets(reached, of_rows, head, head.title)
     for modality, value in metrics.get("unimodal", {}).items():
         if SUBSET + modality not in reached:  # which reads as the same, and differs by the share of the bias
             yield f"{head.title}, {modality} alone", number_of(value, head.unit)
@@ -111,11 +111,14 @@ def _scores(result: dict[str, Any], head: Headline) -> Iterator[tuple[str, str]]
         words = f"{number_of(each['weighted'], head.unit)} (worst {number_of(each['worst'], head.unit)})"
         yield "the same, clients weighted by rows", words
     if "mean" in (personal := metrics.get("personal", {})):
-        words = f"{number_of(personal['mean'], head.unit)} (worst {number_of(personal['worst'], head.unit)})"
-        yield f"personal {head.title}, mean", words
+        own = known.get("personal", {})
+        yield f"personal {head.title}, mean", with_interval(personal["mean"], head.unit, own.get("mean"))
+        yield "- of the worst client", with_interval(personal["worst"], head.unit, own.get("worst"))
+        if WORST not in reached:
+            yield from _subsets(personal, own, head, f"personal {head.title}")
 
 
-def _subsets(reached: dict[str, float], known: dict[str, Any], head: Headline) -> Iterator[tuple[str, str]]:
+def _subsets(reached: dict[str, float], known: dict[str, Any], head: Headline, title: str) -> Iterator[tuple[str, str]]:
     """The score of each subset of the modalities, or only the worst of them if there are many."""
     names = subsets_in(reached, "")
     if WORST not in reached:
@@ -123,10 +126,10 @@ def _subsets(reached: dict[str, float], known: dict[str, Any], head: Headline) -
     if len(names) <= MOST_SUBSETS:
         for name in names:
             words = with_interval(reached[SUBSET + name], head.unit, known.get(SUBSET + name))
-            yield f"{head.title} from {subset_title(name)}", words
+            yield f"{title} from {subset_title(name)}", words
         for name in subsets_in(known, ""):
             if not known[SUBSET + name]["rows"]:
-                yield f"{head.title} from {subset_title(name)}", "no test row has all of these"
+                yield f"{title} from {subset_title(name)}", "no test row has all of these"
     worst = next((f" ({subset_title(n)})" for n in names if reached[SUBSET + n] == reached[WORST]), "")
     yield f"worst subset{worst}", with_interval(reached[WORST], head.unit, known.get(WORST))
 

@@ -288,7 +288,8 @@ class ClientsSpec:
         if self.personal_validation and self.validation:
             raise RecipeError(
                 "clients: validation gives the server rows that personal_validation keeps at the clients; keep one of "
-                "them",
+                "them. What needs the server's (`polyfed contribution`, [stop] on validation) takes --set "
+                "clients.personal_validation=0, and [evaluate] conformal works with either",
                 ("clients", "validation"),
             )
         if self.personal_validation and self.partition == "silos":

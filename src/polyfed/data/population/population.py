@@ -171,6 +171,14 @@ def _split(
         return train, marked, validation, by_owner
     if clients.personal_test == "matched":
         return train, matched(columns, train, own_key), validation, by_owner
+    if columns.split_personal is not None and bool((columns.split_personal == GUARD).any()):
+        warnings.warn(
+            f"clients.personal_test = {clients.personal_test:g} draws test rows at random, and data '{columns.name}' "
+            "marks rows that overlap others as guard rows. personal_test = 'split_personal' takes the marked test rows "
+            "and leaves the guard rows out",
+            PolyfedWarning,
+            stacklevel=2,
+        )
     return *train.held_out(float(clients.personal_test), own_key), validation, by_owner
 
 

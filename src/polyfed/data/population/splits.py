@@ -49,6 +49,8 @@ DRAWN = "no split is given"
 
 def drawn_note(share: float) -> str:
     """Return a sentence that informs the user that `drawn` chose the test set."""
+    if share == 0.0:
+        return f"{DRAWN}, and test_share = 0: all rows are training rows"
     return f"{DRAWN}: a share of {share:g} of the rows is drawn as the test set (test_share)"
 
 

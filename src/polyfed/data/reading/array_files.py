@@ -281,7 +281,8 @@ def _check_header(stream: IO[bytes], size: int, where: str) -> None:
     shape, _, dtype = read(head)
     if dtype.hasobject:
         raise DataError(
-            f"{where} holds Python objects, which polyfed never unpickles. Save it as a plain numeric array"
+            f"{where} holds Python objects, which polyfed never unpickles. Numbers and words are "
+            "allowed: save numbers as a numeric type, and words as numpy.array(list(words), dtype=str)"
         )
     count: int = math.prod(shape)
     if any(length < 0 for length in shape) or (dtype.itemsize == 0 and count):

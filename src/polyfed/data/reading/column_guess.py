@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from polyfed.core.errors import DataError, RecipeError, did_you_mean
+from polyfed.core.errors import DataError, RecipeError, again, did_you_mean
 from polyfed.core.problems import Problems
 from polyfed.data.column_rules import MOST_WORDS, ColumnRule, suggestion, word_of
 from polyfed.data.reading.values import is_list, is_missing
@@ -235,8 +235,9 @@ class Guess:
     def doubts(self) -> tuple[str, ...]:
         """A warning about columns that may be no inputs, if there are any."""
         told = ", ".join(f"'{column}' {why}" for column, why in self.suspects.items())
-        words = " ".join(shlex.join(["--leave-out", column]) for column in [*self.suspects][:MOST_NAMED])
-        return (f"{MAY_BE_NONE}: {told}. Leave them out (polyfed init: {words})",) if told else ()
+        options = [("--leave-out", column) for column in [*self.suspects][:MOST_NAMED]]
+        words = again(*options, otherwise=f"polyfed init: {' '.join(map(shlex.join, options))}")
+        return (f"{MAY_BE_NONE}: {told}. Leave them out ({words})",) if told else ()
 
     @property
     def rest(self) -> str:
@@ -292,6 +293,8 @@ def guessed(frame: "pd.DataFrame", special: Iterable[str], rules: Mapping[str, C
 
 _TIME = re.compile(r"(.*[_.\- ])?(time|timestamp|datetime|epoch|unixtime)([_.\- ].*)?", re.IGNORECASE)
 
+_BEGIN = re.compile(r"(.*[_.\- ])?(start|onset|begin)([_.\- ].*)?", re.IGNORECASE)
+
 _ID = re.compile(r"(?i:^|[^a-z])(?i:ids?|nr|no|num|number|index|key|code)(?i:$|[^a-z])|[a-z]I[dD]$")
 
 _EPOCHS = tuple((start * unit, end * unit) for start, end in ((1e9, 2.2e9),) for unit in (1, 1e3, 1e6, 1e9))
@@ -301,6 +304,19 @@ FEWEST_IDS = 20
 """The fewest rows whose whole numbers, all of them different, are taken for names of the rows (ours)."""
 
 
+def times_among(columns: Mapping[str, "pd.Series[Any]"]) -> list[str]:
+    """Return the names of the columns that look like the time at which a row begins."""
+    return [
+        name
+        for name, column in columns.items()
+        if are_dates(column)
+        or (column.dtype.kind in "iuf" and (_BEGIN.fullmatch(name) or _suspicion(name, column) == TIME))
+    ]
+
+
+TIME = "looks like a time"
+
+
 def _suspicion(name: str, column: "pd.Series[Any]") -> str:
     """Return why a column of numbers may be no input, or an empty text."""
     if column.dtype.kind not in "iuf" or len(column) < FEWEST_IDS:
@@ -308,7 +324,7 @@ def _suspicion(name: str, column: "pd.Series[Any]") -> str:
     known = column.dropna()
     low, high = (float(known.min()), float(known.max())) if len(known) else (0.0, 0.0)
     if any(start <= low <= high <= end for start, end in _EPOCHS) or _TIME.fullmatch(name):
-        return "looks like a time"
+        return TIME
     whole = column.dtype.kind in "iu" or bool((known == known.round()).all())
     near = high - low < 20 * len(column) or _ID.search(name)
     return "holds another whole number in every row, as an id does" if whole and near and column.is_unique else ""

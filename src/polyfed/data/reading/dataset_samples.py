@@ -174,7 +174,7 @@ def drafted_samples(data: Any, given: Given, problems: Problems) -> Draft:
     read = {role: as_array(list(map(_cell, facts[role])), f"data: the {role}") for role in roles}
     made = Joined(modalities=found)
     if groups is not None or given.columns:
-        free = replace(given, modalities=groups, labels=None, clients=None, split=None, ids="")
+        free = replace(given, modalities=groups, labels=None, clients=None, split=None, split_personal=None, ids="")
         made = joined(_with_holes(found, present, groups), free, "data", problems)
         present = {name: there for name, there in present.items() if name in made.modalities} | made.present
     return Draft(
@@ -187,6 +187,7 @@ def drafted_samples(data: Any, given: Given, problems: Problems) -> Draft:
         labels=read.get("labels", given.labels),
         clients=read.get("clients", given.clients),
         split=read.get("split", given.split),
+        split_personal=read.get("split_personal", given.split_personal),
         present=present,
         notes=(*notes, *made.notes),
     )

@@ -18,7 +18,19 @@ from polyfed.data.labels import num_targets
 from polyfed.data.leaked_labels import refuse_leaked_labels
 from polyfed.data.population.splits import drawn, drawn_note
 from polyfed.data.reading.given import Given
-from polyfed.data.reading.row_facts import Labels, clients_of, codes_of, ids_of, labels_of, splits_of, unlabelled
+from polyfed.data.reading.row_facts import (
+    Labels,
+    as_array,
+    clients_of,
+    codes_of,
+    ids_of,
+    labels_of,
+    missing,
+    option,
+    splits_of,
+    unlabelled,
+    without_label,
+)
 from polyfed.data.reading.values import (
     bare_rows,
     digits,
@@ -97,7 +109,7 @@ class Draft:
 
 
 EMPTY = "such rows are left out (empty_rows)"
-"""The end of the note about rows that lack every modality."""
+"""The end of the notes about rows that lack every modality, or their class."""
 
 
 def columns_of(draft: Draft, given: Given, problems: Problems) -> Columns:
@@ -111,7 +123,8 @@ def columns_of(draft: Draft, given: Given, problems: Problems) -> Columns:
     Raises:
         DataError: The draft has faults; the message lists all of them.
     """
-    labels = problems.attempt(lambda: _labels(draft))
+    gone = problems.attempt(lambda: _without_label(draft))
+    labels = problems.attempt(lambda: _labels(draft, gone, given))
     made = {n: problems.attempt(partial(_modality, draft, n, values)) for n, values in draft.modalities.items()}
     found = {name: column for name, column in made.items() if column is not None}
     people = None
@@ -132,12 +145,8 @@ def columns_of(draft: Draft, given: Given, problems: Problems) -> Columns:
     client, names = (None, None) if people is None else people
     split, notes = facts["split"], list(draft.notes)
     notes += [labels.note] if labels.note else []
-    if split is None:
-        split = drawn(labels.values, given.test_share, given.seed)
-        notes.append(drawn_note(given.test_share))
-    if given.empty_rows == "leave-out" and (told := bare_rows(present)):
-        split = split.masked_fill(~torch.stack(list(present.values())).any(0), LEFT_OUT)
-        notes.append(f"{told}; {EMPTY}")
+    split, told = _split(split, labels, present, gone, given)
+    notes += told
     columns = Columns(
         name=draft.name,
         modalities={n: replace(column, names=draft.names.get(n, ())) for n, (column, _) in found.items()},
@@ -183,11 +192,57 @@ def _undeclared(
     return {name: there | ~_marked(draft, name, there) for name, (_, there) in found.items() if name in present}
 
 
-def _labels(draft: Draft) -> Labels:
-    """Return the labels of a draft, or zeros if the draft has no labels."""
+def _without_label(draft: Draft) -> NDArray[np.bool_] | None:
+    """Return the rows whose class is empty, bool (N,), or None if the draft has no labels."""
+    return None if draft.labels is None else without_label(draft.labels, draft.place("label"))
+
+
+def _split(
+    split: Tensor | None, labels: Labels, present: Mapping[str, Tensor], gone: NDArray[np.bool_] | None, given: Given
+) -> tuple[Tensor, list[str]]:
+    """Return the split of each row, drawn if there is none, and notes about it and about the rows left out.
+
+    Args:
+        split: split codes (N,), or None.
+        labels: of all rows, by whose classes a test set is drawn.
+        present: modality -> bool (N,), which rows have it.
+        gone: bool (N,), the rows without a class.
+        given: how the test set is drawn, and whether rows without any modality are left out.
+    """
+    notes = list[str]()
+    if split is None:
+        split = drawn(labels.values, given.test_share, given.seed)
+        notes += [drawn_note(given.test_share)] if given.test_share else []
+    if given.empty_rows == "leave-out" and (told := bare_rows(present)):
+        split = split.masked_fill(~torch.stack(list(present.values())).any(0), LEFT_OUT)
+        notes.append(f"{told}; {EMPTY}")
+    if gone is not None and gone.any():
+        split = split.masked_fill(torch.from_numpy(gone), LEFT_OUT)
+        count = counted(int(gone.sum()), "row has", "rows have")
+        notes.append(f"{count} no label, first row {int(gone.argmax())}; {EMPTY}")
+    return split, notes
+
+
+def _labels(draft: Draft, gone: NDArray[np.bool_] | None, given: Given) -> Labels:
+    """Return the labels of a draft, or zeros if the draft has no labels. Rows in `gone` get the class of another one.
+
+    Raises:
+        DataError: the labels have faults, or some are empty and are not to be left out. The message lists all faults.
+    """
     if draft.labels is None:
         return unlabelled(len(next(iter(draft.modalities.values()), ())))
-    found = labels_of(draft.labels, draft.place("label"), draft.class_names, numeric=draft.numeric)
+    values, where = draft.labels, draft.place("label")
+    if gone is not None and gone.any():
+        array = as_array(values, where)
+        if given.empty_rows == "refuse" or gone.all():
+            problems = Problems()
+            problems.add(missing(gone, where, f"leave the rows out, as {option('empty_rows', 'leave-out')} does"))
+            rest = array[~gone]
+            if len(rest):
+                problems.attempt(lambda: labels_of(rest, where, draft.class_names, numeric=draft.numeric))
+            problems.raise_all()
+        values = np.where(gone, array[~gone][:1], array)
+    found = labels_of(values, draft.place("label"), draft.class_names, numeric=draft.numeric)
     if draft.known is None:
         return found
     known, shape = np.asarray(draft.known), tuple(found.values.shape)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from polyfed.core.errors import DataError, PolyfedWarning, counted, did_you_mean
+from polyfed.core.errors import DataError, PolyfedWarning, again, counted, did_you_mean
 from polyfed.core.problems import Problems
 from polyfed.data.column_rules import Feature, feature_of, suggestion
 from polyfed.data.reading.column_guess import (
@@ -28,7 +28,7 @@ from polyfed.data.reading.column_guess import (
 )
 from polyfed.data.reading.draft import Draft
 from polyfed.data.reading.given import Given, Modalities, Partial
-from polyfed.data.reading.row_facts import as_array, missing, ordered_words
+from polyfed.data.reading.row_facts import as_array, ordered_words
 from polyfed.data.reading.values import array_of, is_missing
 from polyfed.data.whole_columns import as_cells, read_cells
 
@@ -55,7 +55,8 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, given: Given, problems
     if not len(frame):
         raise DataError(f"{where} has no rows. Check where it comes from")
     given = replace(given, ids=_ids_column(frame, given))
-    clients, split, ids = (_fact(frame, role, given, where, problems) for role in ("clients", "split", "ids"))
+    roles = ("clients", "split", "split_personal", "ids")
+    clients, split, personal, ids = (_fact(frame, role, given, where, problems) for role in roles)
     labels, levels = problems.attempt(lambda: _labels(frame, given, where)) or (None, None)
     groups, notes = _groups(frame, given, where, problems)
     values: dict[str, Any] = {}
@@ -87,14 +88,23 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, given: Given, problems
     if labels is None and given.label_columns and "labels" not in given.optional:
         found["labels"] = np.zeros(len(frame), np.int64)  # the fault is among the problems
     names = given.label_columns if len(given.label_columns) > 1 else levels
-    facts_of: dict[str, Any] = {"clients": clients, "split": split, "class_names": names}
+    facts_of: dict[str, Any] = {"clients": clients, "split": split, "split_personal": personal, "class_names": names}
     facts_of["ids"] = "rows" if ids is None else ids
     faulty = tuple(modality for modality in groups if modality not in values)
     told: dict[str, Any] = {"present": present, "cut": cut, "faulty": faulty, "notes": tuple(notes), "coded": coded}
     told |= {"cures": cures, "whole": whole}
     told |= {"names": {modality: tuple(group) for modality, group in groups.items()}}
+    told |= {"called": {"label": f"the labels, column '{given.labels}'"}} if isinstance(given.labels, str) else {}
     told["origin"] = origin_of(groups, given.label_columns, list(frame.columns))
+    told["called"] = _called(given, frame)
     return Draft(name=name, where=where, **(told | found | facts_of | more))
+
+
+def _called(given: Given, frame: "pd.DataFrame") -> dict[str, str]:
+    """Return what error messages call the columns that give the labels, the clients, the splits and the ids."""
+    roles = {"label": given.labels, "client": given.clients, "split": given.split, "ids": given.ids}
+    held = {role: name for role, name in roles.items() if isinstance(name, str) and name in frame.columns}
+    return {role: f"the {role} column '{name}'" for role, name in held.items()}
 
 
 def origin_of(
@@ -198,7 +208,7 @@ def _labels(frame: "pd.DataFrame", given: Given, where: str) -> tuple[Any, tuple
     if found.dtype.kind == "f" and len(found):
         gone = np.isnan(found)
         if gone.any() and (found[~gone] == np.round(found[~gone])).all():  # whole numbers, except for empty cells
-            raise missing(gone, f"{where}: column '{given.labels}'")
+            found = np.array([None if np.isnan(number) else int(number) for number in found], dtype=object)
     return found, None
 
 
@@ -246,6 +256,10 @@ def refuse_words(
         )
     )
     return {*rules}
+
+
+FIRST_LINE = "first line"
+"""The entry of a data frame's `attrs` with the line of its row 0, if each row is one line of a text file."""
 
 
 @dataclass(frozen=True)
@@ -322,7 +336,8 @@ def _whole(frame: "pd.DataFrame", group: Sequence[str], column: str, where: str,
             f"{where}: column '{column}' of the kind '{rule.kind}' is a modality of its own. Name it alone, as in "
             f"modalities = {{ {column} = {json.dumps(column)} }}"
         )
-    values, there = read_cells(rule, frame[column].tolist(), f"{where}: column '{column}'", given.folder)
+    first = frame.attrs.get(FIRST_LINE)
+    values, there = read_cells(rule, frame[column].tolist(), f"{where}: column '{column}'", given.folder, first)
     if not there.any():
         raise DataError(f"{where}: column '{column}' is empty in every row. Leave it out")
     lacking = int((~there).sum())
@@ -464,10 +479,12 @@ def _made_numbers(frame: "pd.DataFrame", column: str) -> str:
 def _cure(cell: Any) -> str:
     """Return how to correct a cell that is no number."""
     if isinstance(cell, str) and "," in cell and WRITTEN.fullmatch(cell):
-        told = '[data] decimal = "," (polyfed init: --set data.decimal=,)'
+        told = again(("--set", "data.decimal=,"), otherwise='[data] decimal = "," (polyfed init: --set data.decimal=,)')
         return f"Write decimal points, or read the decimal commas of a text file with {told}"
     if isinstance(cell, str) and cell.strip().lower() in FOR_EMPTY:
-        return f"If it stands for an empty cell, leave the cell empty, or write [data] empty = [{json.dumps(cell)}]"
+        listed = json.dumps([cell])
+        told = again(("--set", f"data.empty={listed}"), otherwise=f"[data] empty = {listed}")
+        return f"If it stands for an empty cell, leave the cell empty, or write {told}"
     return "Give numbers only"
 
 

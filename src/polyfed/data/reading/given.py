@@ -20,7 +20,7 @@ Partial = Literal["refuse", "absent"]
 EmptyRows = Literal["refuse", "leave-out"]
 Modalities = Mapping[str, str | Sequence[str]]
 
-ROLES = ("labels", "clients", "split")
+ROLES = ("labels", "clients", "split", "split_personal")
 """The facts of a row, which a data set or the caller gives."""
 
 
@@ -33,6 +33,7 @@ class Given:
             `label`), or a list of columns of targets; empty if there are no labels.
         clients: natural client of each row, or the name of a column or key.
         split: split of each row, or the name of a column or key.
+        split_personal: split of each row within its natural client, see `Columns`, or the name of a column.
         ids: sample ids of the rows, distinct integers (N,), or the name of their column. The word `rows` declares that
             row i of every array is the same sample.
         modalities: for tables: modality -> a column, a pattern with `*`, or a list of these; if None, they are guessed.
@@ -41,7 +42,7 @@ class Given:
         class_names: names of the classes in order of their numbers.
         layout: modality -> axes of a sample, for modalities where the guess is wrong; see `laid_out`.
         partial: what to do with rows of a table that have only some cells of a modality.
-        empty_rows: what to do with rows that lack every modality.
+        empty_rows: what to do with rows that lack every modality, or their class.
         standardise: the modalities to standardise; see `Columns.standardise`.
         test_share: share of every class that becomes the test set, if there is no split.
         seed: seed for drawing that test set.
@@ -49,13 +50,14 @@ class Given:
         folder: the folder of the data file, in which the paths of image files begin; None for data in memory.
         needs_labels: whether the task needs labels.
         numeric: whether the labels are targets, so that whole numbers are quantities and not class numbers.
-        optional: the roles among `labels`, `clients`, `split` and `ids` whose column may be missing, because the user
-            did not name it. `labels` is among them only if the task needs no labels.
+        optional: the roles among `labels`, `clients`, `split`, `split_personal` and `ids` whose column may be missing,
+            because the user did not name it. `labels` is among them only if the task needs no labels.
     """
 
     labels: Any = None
     clients: Any = None
     split: Any = None
+    split_personal: Any = None
     ids: Any = None
     modalities: Modalities | Sequence[str] | None = None
     present: Mapping[str, Any] | None = None
@@ -82,7 +84,12 @@ class Given:
     @property
     def meaning(self) -> dict[str, str]:
         """Return the meaning of each column of a table that has one."""
-        facts = {self.ids: "row id", self.split: "split", self.clients: "client"}
+        facts = {
+            self.ids: "row id",
+            self.split_personal: "split within a client",
+            self.split: "split",
+            self.clients: "client",
+        }
         return {column: role for column, role in facts.items() if column} | dict.fromkeys(self.label_columns, "label")
 
     def options_checked(self) -> "Given":

@@ -18,7 +18,7 @@ from polyfed.data.reading.column_guess import UNNAMED, column_names, kind_of
 from polyfed.data.reading.dataset_samples import drafted_samples
 from polyfed.data.reading.draft import Draft, columns_of
 from polyfed.data.reading.frames import Joined, drafted, joined
-from polyfed.data.reading.given import Given, with_masks
+from polyfed.data.reading.given import ROLES, Given, with_masks
 from polyfed.data.reading.row_facts import SPLITS, as_array, ordered_words, plain
 
 
@@ -178,8 +178,8 @@ def table_of(data: Any, given: Given) -> Columns:
         RecipeError: `data` has a type that is not allowed, or an argument does not apply to its type.
     """
     if isinstance(data, Columns):
-        facts = ("labels", "clients", "split", "ids", "modalities", "present", "class_names", "layout")
-        given_too = [name for name in facts if getattr(given, name) is not None]
+        facts = ("ids", "modalities", "present", "class_names", "layout")
+        given_too = [name for name in (*ROLES, *facts) if getattr(given, name) is not None]
         options = ("partial", "standardise", "test_share")
         given_too += [name for name in options if getattr(given, name) != getattr(Given, name)]
         if given_too:
@@ -246,7 +246,7 @@ def _of_arrays(data: Mapping[str, Any], given: Given, problems: Problems) -> Dra
         modalities = None if given.modalities is None else column_names(given.modalities)
         made = joined(
             parts,
-            replace(given, modalities=modalities, labels=None, clients=None, split=None, ids=""),
+            replace(given, modalities=modalities, labels=None, clients=None, split=None, split_personal=None, ids=""),
             "data",
             problems,
         )
@@ -257,8 +257,13 @@ def _of_arrays(data: Mapping[str, Any], given: Given, problems: Problems) -> Dra
         labels=given.labels,
         clients=given.clients,
         split=given.split,
+        split_personal=given.split_personal,
         ids=None,  # arrays of different origin may be aligned or not
     )
+
+
+USUAL = {"labels": "label", "clients": "client", "split": "split", "split_personal": "split_personal"}
+"""Role -> the name of its column in a data frame, if the caller names none."""
 
 
 def _of_frame(frame: Any, given: Given, problems: Problems) -> Draft:
@@ -268,7 +273,7 @@ def _of_frame(frame: Any, given: Given, problems: Problems) -> Draft:
     arrays: dict[str, Any] = {} if given.class_names is None else {"class_names": given.class_names}
     words: dict[str, Any] = {}
     optional = ["ids"]
-    for role, column in (("labels", "label"), ("clients", "client"), ("split", "split")):
+    for role, column in USUAL.items():
         value = getattr(given, role)
         if value is None:
             words[role] = column
@@ -298,7 +303,7 @@ def _refuse_other_index(frame: Any, given: Given, problems: Problems) -> None:
 
     polyfed pairs rows by their position, and pandas pairs them by the index. With different indices, the two disagree.
     """
-    for role in ("labels", "clients", "split", "ids"):
+    for role in ("labels", "clients", "split", "split_personal", "ids"):
         value = getattr(given, role)
         if hasattr(value, "iloc") and len(value) == len(frame) and not value.index.equals(frame.index):
             problems.add(
@@ -364,11 +369,25 @@ def _of_splits(data: Mapping[str, Any], given: Given, problems: Problems) -> Dra
         ids="rows",  # splits often number their rows separately
         clients=None if any(c is None for c in clients) else np.concatenate([np.asarray(c) for c in clients]),
         split=np.concatenate([np.full(size, SPLITS[str(name).lower()]) for name, size in sizes.items()]),
+        split_personal=_personal_splits(drafts.values(), sizes.values()),
         present=present,
         cut=cut,
         class_names=_all_names(drafts.values()),
         notes=(*first.notes, *_padded(drafts, joined_arrays)),
     )
+
+
+def _personal_splits(drafts: Iterable[Draft], sizes: Iterable[int]) -> Any:
+    """Return the splits within natural clients of all parts, in which only training rows count; None if none has any.
+
+    Args:
+        sizes: the number of rows of each part.
+    """
+    held = [draft.split_personal for draft in drafts]
+    if all(part is None for part in held):
+        return None
+    rest = (np.zeros(size, np.int64) for size in sizes)
+    return np.concatenate([zero if part is None else part for part, zero in zip(held, rest, strict=True)])
 
 
 def _refuse_mixed_labels(labelled: Mapping[str, Draft], problems: Problems) -> None:

@@ -1,7 +1,9 @@
 """Reads the label, the natural client and the split of each row of a table. All of them may be numbers or words."""
 
 import re
+import shlex
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -140,8 +142,14 @@ def clients_of(values: Any, where: str) -> tuple[Tensor, tuple[str, ...]]:
     return torch.from_numpy(number.astype(np.int64)), tuple(map(str, words.tolist()))
 
 
-def tell_alike(words: NDArray[Any], where: str, what: str) -> None:
+def tell_alike(words: NDArray[Any], where: str, what: str, counts: Mapping[str, int] | None = None) -> None:
     """Warn of distinct words that differ only by case or by blanks.
+
+    Args:
+        words: the distinct words.
+        where: the beginning of an error text.
+        what: what the words are.
+        counts: how often each word occurs; the most frequent one is suggested for those like it.
 
     Raises:
         DataError: the words are classes, and some differ only by blanks, which nobody sees.
@@ -155,16 +163,28 @@ def tell_alike(words: NDArray[Any], where: str, what: str) -> None:
     listed = "; ".join(" and ".join(map(repr, group)) for group in alike[:5]) + ("; ..." if len(alike) > 5 else "")
     blanks = [group for group in alike if any(word != " ".join(word.split()) for word in group)]
     text = f"{where} holds {listed}, which differ only by case or blanks and count as different {what}"
-    if what == "classes" and blanks:
-        same = {word: _plainest(group) for group in alike for word in group if word != _plainest(group)}
-        raise DataError(f"{text}. Write them the same way; of a table's file, [data] relabel = {toml_value(same)} does")
-    warnings.warn(f"{text}. Write them the same way if they are one", PolyfedWarning, stacklevel=4)
+    if what != "classes":
+        warnings.warn(f"{text}. Write them the same way if they are one", PolyfedWarning, stacklevel=4)
+        return
+    same = {
+        word: kept for group in alike for kept in [_plainest(group, counts or {})] for word in group if word != kept
+    }
+    cure = f"of a table's file, {option('relabel', same)} does"
+    if blanks:
+        raise DataError(f"{text}. Write them the same way; {cure}")
+    warnings.warn(f"{text}. Write them the same way if they are one; {cure}", PolyfedWarning, stacklevel=4)
 
 
-def _plainest(group: Sequence[str]) -> str:
-    """Return the first of these words that has no needless blanks, or the first without its own."""
+def option(name: str, value: Any) -> str:
+    """Return an option of [data] for an error text, with the words of `polyfed init` that set it."""
+    written = toml_value(value)
+    return f"[data] {name} = {written} (polyfed init: {shlex.join(['--set', f'data.{name}={written}'])})"
+
+
+def _plainest(group: Sequence[str], counts: Mapping[str, int]) -> str:
+    """Return the most frequent of these words that has no needless blanks, or the first without its own."""
     plain = [word for word in group if word == " ".join(word.split())]
-    return plain[0] if plain else " ".join(group[0].split())
+    return max(plain, key=lambda word: counts.get(word, 0)) if plain else " ".join(group[0].split())
 
 
 def ids_of(values: Any, where: str) -> Tensor:
@@ -309,7 +329,7 @@ def _words(array: NDArray[Any], where: str, names: Sequence[str] | None) -> Labe
         raise missing(empty, where)
     found = np.unique(array) if names is None else np.array(tuple(names))
     if names is None:
-        tell_alike(found, where, "classes")
+        tell_alike(found, where, "classes", Counter(array.tolist()))
     number = {str(word): place for place, word in enumerate(found.tolist())}
     if strange := [word for word in np.unique(array).tolist() if word not in number]:
         raise DataError(f"{where} holds '{strange[0]}', which is none of the class names {', '.join(number)}")
@@ -324,11 +344,26 @@ def _words(array: NDArray[Any], where: str, names: Sequence[str] | None) -> Labe
     return Labels(values, tuple(number), len(number), names is None, note)
 
 
-def missing(gone: NDArray[np.bool_], where: str) -> DataError:
-    """Return the error for facts that are missing in some rows. `gone`, bool (N,), marks these rows."""
+def without_label(values: Any, where: str) -> NDArray[np.bool_]:
+    """Return the rows whose class is empty, bool (N,), if the labels are words or objects (N,); else no row."""
+    array = as_array(values, where)
+    if array.ndim != 1 or array.dtype.kind not in "OUS":
+        return np.zeros(len(array) if array.ndim else 0, np.bool_)
+    empty = (is_missing(cell) or (isinstance(cell, str | bytes) and not cell.strip()) for cell in array.tolist())
+    return np.fromiter(empty, np.bool_, len(array))
+
+
+def missing(gone: NDArray[np.bool_], where: str, cure: str = "leave the rows out") -> DataError:
+    """Return the error for facts that are missing in some rows.
+
+    Args:
+        gone: bool (N,), these rows.
+        where: the name of the facts.
+        cure: what to do, other than to fill the cells in.
+    """
     return DataError(
         f"{where} is empty in {int(gone.sum())} of {gone.size} rows, first row {int(np.flatnonzero(gone)[0])}. "
-        "Fill these cells in, or leave the rows out"
+        f"Fill these cells in, or {cure}"
     )
 
 

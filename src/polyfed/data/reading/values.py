@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyfed.core.errors import DataError, counted
+from polyfed.core.errors import DataError, again, counted, typed_verb
 from polyfed.data.columns import Column
 from polyfed.data.media.clip import optional
 
@@ -210,7 +210,8 @@ def refuse_bare_rows(
         return
     bare = ~torch.stack(list(present.values())).any(0)
     text = f"{where}: {told}. "
-    cure = "Leave these rows out, as empty_rows = 'leave-out' does"
+    gone, plain = ("--set", "data.empty_rows=leave-out"), "empty_rows = 'leave-out'"
+    cure = f"Leave these rows out, as {again(gone, otherwise=plain)} does"
     for name, rows in cut.items():
         if bool((partly := bare & torch.as_tensor(np.asarray(rows))).any()):
             count = counted(int(partly.sum()), "of these rows has", "of these rows have")
@@ -219,10 +220,8 @@ def refuse_bare_rows(
                 f"{int(partly.nonzero()[0, 0])}. "
             )
             rules = f", as {cures[name]} does" if cures and name in cures else ""
-            cure = (
-                f"Fill in the empty cells of these rows{rules}, and leave out rows without any cell, as empty_rows = "
-                "'leave-out' does"
-            )
+            how = " ".join(gone) if typed_verb() else plain
+            cure = f"Fill in the empty cells of these rows{rules}, and leave out rows without any cell, as {how} does"
     raise DataError(text + cure)
 
 

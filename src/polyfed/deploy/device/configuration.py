@@ -1,5 +1,6 @@
 """What a device's owner configures: the data, the policy, and the code that recipes may use on the device."""
 
+import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -57,9 +58,11 @@ class NodeConfig:
         silo: number of the device's silo, or -1 if the device belongs to no silo.
         relay: `edge` says that this server is the edge of the device's silo, so that messages within the silo may pass
             through it. `server-sees` lets them pass through any server.
+        checkpoint_seconds: while a task trains, its state is written to `state` each time after so many seconds, so
+            that a task whose process dies goes on from there, with the same reply. 0 writes none.
 
     Raises:
-        RecipeError: `client` is negative, or `relay` is another word.
+        RecipeError: `client` or `checkpoint_seconds` is negative, or `relay` is another word.
     """
 
     data: str
@@ -69,13 +72,16 @@ class NodeConfig:
     state: str = ""
     silo: int = -1
     relay: str = "refused"
+    checkpoint_seconds: float = 60.0
 
     def __post_init__(self) -> None:
-        """Check `client` and `relay`."""
+        """Check the numbers and `relay`."""
         if self.client < 0:
             raise RecipeError(f"{WHERE} client = {self.client}; clients are numbered from 0")
         if self.relay not in RELAYS:
             raise RecipeError(f"{WHERE} relay = '{self.relay}'; allowed: {', '.join(RELAYS)}")
+        if not 0 <= self.checkpoint_seconds < math.inf:
+            raise RecipeError(f"{WHERE} checkpoint_seconds = {self.checkpoint_seconds}; allowed: 0 or more")
 
     def relays(self, recipe: Recipe) -> bool:
         """Return whether messages within the silo may pass through the server that has sent this recipe."""

@@ -26,6 +26,7 @@ from polyfed.deploy.device.memory.repeated_requests import (
 )
 from polyfed.deploy.device.memory.request_limits import admit, admit_purpose, admit_today
 from polyfed.deploy.device.memory.store import ClientStore, DeviceStore, Memory
+from polyfed.deploy.device.memory.trainings import KeptProgress, forget_trainings
 from polyfed.deploy.faults import Fault, in_short, log_problem
 from polyfed.engines import Sequential
 from polyfed.engines.base import first_local
@@ -63,6 +64,7 @@ class ClientRuntime:
         ranks: the LoRA ranks of the clients.
         purpose: the purpose that the recipe names, or None in a simulation.
         terms: what the device allows for this purpose.
+        checkpoint_seconds: see `NodeConfig`; 0 in a simulation.
     """
 
     engine: Sequential
@@ -77,6 +79,7 @@ class ClientRuntime:
     ranks: ClientRanks = ClientRanks()
     purpose: str | None = None
     terms: Terms = ANY
+    checkpoint_seconds: float = 0.0
 
     def answer(self, packet: Packet, client: int) -> Packet:
         """Answer a request. Errors also become answers, so that no request can stop the client.
@@ -122,12 +125,12 @@ class ClientRuntime:
         One transaction admits the request before the task, and another one keeps what the task leaves. A crash between
         them has counted a reply that did not leave, and never the other way round.
         """
-        local, use, known = self._admit(store, packet, request_id, request)
+        local, use, known, progress = self._admit(store, packet, request_id, request)
         prune(store.store, request_id.run, request_id.client)
         ledger = Ledger(request_id.run, hashing=self.audit is not None)
         before = {} if local is None else {request_id.client: local}
         evaluates = self._evaluations(store.store, request_id)
-        engine = self.engine.for_request(ledger, before, evaluates, self._trainings(request_id.client))
+        engine = self.engine.for_request(ledger, before, evaluates, self._trainings(request_id.client), progress)
         missing: dict[int, str] = {}
         content: Packet | None = None
         booked, seal = False, ""
@@ -156,17 +159,18 @@ class ClientRuntime:
 
     def _admit(
         self, store: ClientStore, packet: Packet, request_id: RequestId, request: Request
-    ) -> tuple[Tree | None, str, Packet | None]:
+    ) -> tuple[Tree | None, str, Packet | None, KeptProgress | None]:
         """Count a request, or refuse it. A refusal leaves the store as it was.
 
         Returns:
-            The local state from which the task starts, the digest of all that decides the reply, and the reply if the
-            client has already sent one that it cannot compute a second time.
+            The local state from which the task starts, the digest of all that decides the reply, the reply if the
+            client has already sent one that it cannot compute a second time, and what keeps the progress of the task.
         """
         with store.transaction() as memory:
             check_fresh(memory, request_id)  # first, because a stale request gets no reply and must cost nothing
             local = self._fitting(state_before(memory, request_id), request, request_id.client)
-        use = digest_of_use(request, local or {}, packet, self.conditions)
+        use, seconds = digest_of_use(request, local or {}, packet, self.conditions), self.checkpoint_seconds
+        progress = KeptProgress(store, request_id, use, seconds) if seconds else None
         with store.transaction() as memory:
             if self.purpose is not None:
                 admit_purpose(memory, self.purpose)
@@ -177,7 +181,8 @@ class ClientRuntime:
                 self._count(memory, request, bool(places_of(memory)))
             admit_secrets(memory, request, local, packet, self.conditions)
             begin(memory, request_id, again=known is not None)
-        return local, use, known
+            forget_trainings(memory, progress)
+        return local, use, known, progress
 
     def _keep(
         self, memory: Memory, request_id: RequestId, request: Request, before: Tree | None, left: Tree, kept: int
@@ -264,7 +269,7 @@ class ClientRuntime:
         """
         engine = self.engine
         unpacking = None if engine.compression is None else Rounded(engine.compression, request.got)
-        got: Message = decode(packet, request.got, limit=self.limit, unpacking=unpacking)
+        got: Message = decode(packet, request.got, limit=self.limit, unpacking=unpacking, shared=True)
         method, private = engine.algorithm, engine.algorithm.private_names(engine.model)
         template = method.received_template(request.name, engine.model)
         template = {name: value for name, value in template.items() if name not in private}

@@ -19,13 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from polyfed.core.errors import BadReply
+from polyfed.core.system.mapping import mapped
 from polyfed.deploy.app_folder import RECIPE
+from polyfed.deploy.device.memory.trainings import forget_answered
 from polyfed.deploy.edge.runtime import AtEdge
 from polyfed.deploy.faults import log_problem
 from polyfed.deploy.handlers import Deployed
 from polyfed.engines.protocol import FAILED, RequestId, reason
 from polyfed.experiment.running.warm_start import APP_COPY
-from polyfed.federation.wire.wire_format import Packet, frames, header_of, mapped
+from polyfed.federation.wire.wire_format import Packet, frames, header_of
 
 HEADER, BODY, REPLY = "header", "body", "reply"
 """The files in the folder of a task."""
@@ -170,6 +172,8 @@ def answer(task: Mapping[str, Any]) -> dict[str, Any]:
     with open(draft, "wb") as file:
         file.writelines(frames(reply))
     draft.rename(folder / REPLY)
+    if "state" in task["config"] and (answered := _request_id(reply.header)) is not None:
+        forget_answered(Path(task["config"]["state"]), answered, folder / REPLY)
     return {"verdict": str(reply.header.get("verdict")), "bytes_up": len(reply.body)}
 
 

@@ -20,9 +20,10 @@ import torch
 from polyfed.core.errors import BadReply, DataError, EgressError, RecipeError, TooFewReplies
 from polyfed.data import Column, Columns, Population, Shards, stacked
 from polyfed.data.column_fitting import Features, Statistics, Told, agreed, encoded, fits, is_fitted, told_shape
-from polyfed.data.column_rules import MOST_WORDS, shape_of
+from polyfed.data.column_rules import MOST_WORDS, ColumnRule, rules_of, shape_of
 from polyfed.data.columns import LEFT_OUT, TEST, TRAIN, VALIDATION
 from polyfed.data.sources.own.npz import Npz
+from polyfed.data.sources.own.table_files import Table
 from polyfed.deploy.device.data import refuse_own_numbers
 from polyfed.deploy.server.claimed_shapes import flaws_of
 from polyfed.deploy.server.membership import expected, expected_edges
@@ -337,6 +338,26 @@ def _fitted_modalities(recipe: Recipe) -> set[str]:
     return {name for name, features in own.items() if is_fitted({name: features})}
 
 
+def refuse_fitted_elsewhere(recipe: Recipe) -> None:
+    """Refuse rules that devices fit together if [data] is a source that they do not read.
+
+    Images and texts are fitted to nothing: a device holds them as arrays of pixels and ids, whatever the source.
+
+    Raises:
+        RecipeError: [data.columns] has such rules, and the source is not `npz`.
+    """
+    rules: dict[str, ColumnRule] = {}
+    if isinstance(recipe.data, Table):
+        rules = rules_of("[data.columns]", recipe.data.columns)
+    if fitted := [column for column, rule in rules.items() if not rule.is_whole]:
+        raise RecipeError(
+            f"[data.columns] of a deployment needs [data] name = 'npz', because devices read arrays: "
+            f"{', '.join(fitted[:5])}{', ...' if len(fitted) > 5 else ''}. Save each of these columns as an array of "
+            "words or numbers",
+            ("data", "columns"),
+        )
+
+
 def _agreed_columns(recipe: Recipe, shapes: Shapes, clients: Sequence[Enrolment]) -> dict[str, Features]:
     """Return the columns of each modality with rules, with the words and means of all clients.
 
@@ -345,12 +366,7 @@ def _agreed_columns(recipe: Recipe, shapes: Shapes, clients: Sequence[Enrolment]
         DataError: nobody has a word or a number of a column.
     """
     if not isinstance(recipe.data, Npz):
-        if getattr(recipe.data, "given", None) and recipe.data.columns:
-            raise RecipeError(
-                "[data.columns] of a deployment needs [data] name = 'npz', because devices read arrays. Save each "
-                "column as an array of words or numbers",
-                ("data", "columns"),
-            )
+        refuse_fitted_elsewhere(recipe)
         return {}
     before = {name: features for name, features in recipe.data.features.items() if name in shapes}
     return agreed(before, [told.columns for told in clients], "the devices")

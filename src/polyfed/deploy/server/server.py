@@ -236,6 +236,9 @@ def finished(recipe: Recipe, out: Path) -> bool:
     before, now = (load_recipe(out / FILE_OF_RECIPE).table(), placed(recipe, data_of(recipe)).table())
     if "task" not in now:  # a run adds the [task] section that it infers from the data
         before.pop("task", None)
+    if not now["data"].get("class_names"):  # `app --local` lists those of a table
+        before["data"].pop("class_names", None)
+        now["data"].pop("class_names", None)
     return all(before.get(key) == now.get(key) for key in {*before, *now} - {"engine", "deployment", "checkpoint"})
 
 

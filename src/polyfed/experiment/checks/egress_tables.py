@@ -140,7 +140,10 @@ def remarks(check: CheckResult) -> Iterator[Text]:
         )
     if check.private:
         kept = ", ".join(f"{block} ({bytes_of(size)})" for block, size in check.private.items())
-        yield Text(f"private, so kept at every client and never sent: {kept}")
+        yield Text(
+            f"private, so kept at every client and never sent: {kept}. Only a client that has trained can predict, so "
+            "the model serves nobody outside training"
+        )
     for rank, sizes in check.facts.get("ranks", {}).items():
         own = ", ".join(f"{block} {bytes_of(size)}" for block, size in sizes.items())
         yield Text(f"parameters of a client of LoRA rank {rank}: {own}")

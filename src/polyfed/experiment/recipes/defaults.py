@@ -11,6 +11,8 @@ from polyfed.core.problems import Problems
 from polyfed.core.system.json_and_toml import toml_value
 from polyfed.data import Column, Columns
 from polyfed.data.column_scaling import fitted
+from polyfed.data.reading.column_guess import IDS
+from polyfed.data.sources.own.table_files import Table
 from polyfed.data.token_ids import WHOLE, vocabulary_of, whole_numbers
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.model import EncoderSpec, TokenTransformer, default_encoder
@@ -137,10 +139,25 @@ def guesses_of(recipe: Recipe, columns: Columns) -> tuple[str, ...]:
             spec = encoder_for(name, column, recipe.model.embedding)
             found.append(f"'{name}' holds {kind_of(column)}; its encoder is {name} = {encoder_text(spec)}")
             found += told_of_whole(name, column, spec)
+    if unread := _unread(recipe.data, columns):
+        more = f" and {len(unread) - MOST_UNREAD:,} more" if len(unread) > MOST_UNREAD else ""
+        found.append(f"not read: {', '.join(unread[:MOST_UNREAD])}{more}")
     if columns.client is not None and recipe.clients.partition == "iid":
         count = len(set(columns.client.tolist()))
         found.append(f"the data has {count:,} natural clients; [clients] partition = 'by-client' makes each a client")
     return tuple(found)
+
+
+MOST_UNREAD = 20
+"""The most columns that the line about columns that nothing reads names."""
+
+
+def _unread(source: object, columns: Columns) -> list[str]:
+    """Return the columns of a table that are no input, no label and name neither client, split nor row."""
+    if not isinstance(source, Table):
+        return []
+    known = {*source.given.meaning, *(IDS if not columns.numbered and not source.ids else ())}
+    return [name for name in columns.origin.get("", ()) if name not in known]
 
 
 def told_of_whole(name: str, column: Column, spec: EncoderSpec) -> list[str]:

@@ -9,13 +9,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyfed.core.errors import DataError, RecipeError, command, counted, did_you_mean
+from polyfed.core.errors import DataError, PolyfedError, RecipeError, again, command, counted, did_you_mean, typed_verb
 from polyfed.core.option_checks import checked
-from polyfed.core.problems import Problems
+from polyfed.core.problems import Problems, copied
 from polyfed.data import Columns
-from polyfed.data.column_rules import WHOLE, rules_of
+from polyfed.data.column_rules import WHOLE, rules_of, suggestion
 from polyfed.data.reading.array_files import Arrays, existing
-from polyfed.data.reading.column_guess import MAY_BE_NONE, MOST_NAMED, column_names, guessed, row_ids, rule_for
+from polyfed.data.reading.column_guess import (
+    MAY_BE_NONE,
+    MOST_NAMED,
+    column_names,
+    guessed,
+    row_ids,
+    rule_for,
+    times_among,
+)
 from polyfed.data.reading.frames import filling
 from polyfed.data.sources.own.npz import Npz
 from polyfed.data.sources.own.table_files import SUFFIXES, Dialect, Table, read, word_columns
@@ -62,6 +70,7 @@ class Reading:
         remarks: sentences about the guesses that change or leave out values. The Python functions issue them as
             warnings.
         doubts: those of `remarks` about columns that may be no inputs.
+        times: the columns or arrays that look like the time at which a row begins.
     """
 
     source: Npz | Table
@@ -69,6 +78,7 @@ class Reading:
     table: dict[str, Any]
     remarks: tuple[str, ...]
     doubts: tuple[str, ...] = ()
+    times: tuple[str, ...] = ()
 
 
 def read_file(path: Path, options: Mapping[str, Any], *, needs_labels: bool = True) -> Reading:
@@ -101,12 +111,15 @@ def read_file(path: Path, options: Mapping[str, Any], *, needs_labels: bool = Tr
     problems = Problems()
     source: Npz | Table
     columns: Columns | None = None
+    table: dict[str, Any] = {}
+    times: list[str] = []
     with problems.noting():
         if is_arrays:
             left = _known(left, Arrays(found).names, str(found), problems)
             table = {"path": str(path)} | _of_arrays(found, options, notes, remarks, needs_labels, left)
             source = build("[data]", Npz, table)
             columns = source.load()
+            times = times_among(_single(Arrays(found)))
         else:
             frame = read(found, problems, partial(_words, options), dialect_of(options))
             problems.raise_all()
@@ -114,11 +127,24 @@ def read_file(path: Path, options: Mapping[str, Any], *, needs_labels: bool = Tr
             table = {"path": str(path)} | _of_table(frame, str(found), options, notes, remarks, needs_labels, left)
             reader: Table = build("[data]", Table, table)
             source, columns = reader, reader.columns_of(frame, found, Problems())
+            times = times_among({str(name): frame[name] for name in frame.columns})
+    problems.found = [_with_guess(fault, options, table) for fault in problems.found]
     problems.raise_all()
     assert columns is not None
     notes += columns.notes
     doubts = tuple(remark for remark in remarks if MAY_BE_NONE in remark)
-    return Reading(source, replace(columns, notes=tuple(notes)), table, tuple(remarks), doubts)
+    return Reading(source, replace(columns, notes=tuple(notes)), table, tuple(remarks), doubts, tuple(times))
+
+
+def _with_guess(fault: PolyfedError, options: Mapping[str, Any], table: Mapping[str, Any]) -> PolyfedError:
+    """Return a fault of a column, which says so if only its name made it the column of labels, clients or splits."""
+    for role, argument in _ARGUMENTS.items():
+        if options.get(role) is None and f"the {role} column {table.get(role)!r}" in str(fault):
+            other = again((f"--{role}", "NAME"), otherwise=f"{argument}='NAME'")
+            return copied(
+                fault, f"{fault}. Only its name made it the column of the {argument}; to name another: {other}"
+            )
+    return fault
 
 
 def dialect_of(options: Mapping[str, Any]) -> Dialect:
@@ -161,7 +187,7 @@ def _of_arrays(
     if "modalities" in table:
         return table
     special = {value for value in table.values() if isinstance(value, str)}
-    special |= {"id", "label_name", "split_personal", f"{table['label']}_known"}
+    special |= {"id", "label_name", Npz.split_personal, f"{table['label']}_known"}
     special |= {f"{name}_present" for name in arrays.names}
     rest = [name for name in arrays.names if name not in special and name not in left_out]
     rules = rules_of("[data.columns]", options.get("columns"))
@@ -199,16 +225,19 @@ def _of_table(
         table["modalities"] = column_names(table["modalities"])
     label = table["label"]
     special = {*([label] if isinstance(label, str) else label), table.get("client", ""), table.get("split", "")}
+    special.add(table.get("split_personal", Table.split_personal))
     if "modalities" not in table:
         if "ids" not in table and (ids := row_ids(frame, {*special, *left_out})):
             table["ids"] = ids
         guess = guessed(frame, {*special, table.get("ids", ""), *left_out}, rules)
-        told = _rules_told(path, guess.rules, table)
         if not guess.groups and any(rule in WHOLE for rule in guess.rules.values()):
             also = "The source `hf` reads texts with a pretrained model. " if "words" in guess.rules.values() else ""
-            raise DataError(f"'{path}' has no column of numbers beside the labels. {also}{told}")
-        notes += [*guess.notes, *([f"{guess.rest} (polyfed init: --leave-out COLUMN)"] if guess.rest else [])]
-        notes += [told] if told else []
+            raise DataError(
+                f"'{path}' has no column of numbers beside the labels. {also}{_rules_told(path, guess.rules, table)}"
+            )
+        more = again(("--leave-out", "COLUMN"), otherwise="polyfed init: --leave-out COLUMN")
+        notes += [*guess.notes, *([f"{guess.rest} ({more})"] if guess.rest else [])]
+        notes += [told] if (told := _people_told(guess.rules, table)) else []
         remarks += [f"'{path}': {sentence}" for sentence in (*guess.doubts, *guess.left_out)]
         table["modalities"] = {name: _pattern(group, columns) for name, group in guess.groups.items()}
     if "partial" not in table:
@@ -236,6 +265,14 @@ def _known(left_out: Sequence[str], names: Sequence[str], where: str, problems: 
     return tuple(name for name in left_out if name in names)
 
 
+def _single(arrays: Arrays) -> "dict[str, pd.Series[Any]]":
+    """Return the arrays (N,) of numbers as columns of a table."""
+    import pandas as pd
+
+    held = {name: arrays[name] for name in arrays.names}
+    return {name: pd.Series(a.tolist()) for name, a in held.items() if a.ndim == 1 and a.dtype.kind in "iuf"}
+
+
 def _rules_told(path: str, rules: Mapping[str, Any], table: Mapping[str, Any]) -> str:
     """Return how `polyfed init` reads columns of image files and texts, or "" if there are none.
 
@@ -245,8 +282,7 @@ def _rules_told(path: str, rules: Mapping[str, Any], table: Mapping[str, Any]) -
         table: the options of [data] so far, which the printed command repeats.
     """
     whole = {column: rule for column, rule in rules.items() if rule in WHOLE}
-    few = [column for column, rule in rules.items() if rule == "one-hot"] if "client" not in table else []
-    people = f"If {few[0]} names the client of a row, add {shlex.join(['--client', few[0]])}" if few else ""
+    people = _people_told(rules, table)
     if not whole:
         return people
     label = ["--label", table["label"]] if isinstance(table.get("label"), str) and table["label"] != "label" else []
@@ -254,7 +290,14 @@ def _rules_told(path: str, rules: Mapping[str, Any], table: Mapping[str, Any]) -
     known = {column: rule for column, rule in (table.get("columns") or {}).items() if isinstance(rule, str)}
     words = [word for column, rule in {**known, **whole}.items() for word in ("--column", f"{column}={rule}")]
     means = " and ".join(f"{column} as {MEANS[rule]}" for column, rule in whole.items())
-    return f"To read {means}, write {command('init', path, *label, *words)}" + (f". {people}" if people else "")
+    told = suggestion(whole) if typed_verb() else command("init", path, *label, *words)
+    return f"To read {means}, write {told}" + (f". {people}" if people else "")
+
+
+def _people_told(rules: Mapping[str, Any], table: Mapping[str, Any]) -> str:
+    """Return how to name the clients, if none is named and a column of few words may name them, or ""."""
+    few = [column for column, rule in rules.items() if rule == "one-hot"] if "client" not in table else []
+    return f"If {few[0]} names the client of a row, add {shlex.join(['--client', few[0]])}" if few else ""
 
 
 MEANS = {"image": "images", "words": "texts"}
@@ -278,13 +321,15 @@ def _of_folder(folder: Path) -> str:
     """Return why a folder without .npy files is no data, and what to do with the tables and images in it."""
     tables = sorted(file for file in folder.iterdir() if file.suffix in (*SUFFIXES, ".npz"))
     if tables:
-        commands = " or ".join(command("init", table) for table in tables[:3])
+        commands = " or ".join(again(otherwise=command("init", table), file=table) for table in tables[:3])
         return f"'{folder}' is a folder without .npy files. Give the file in it: {commands}"
     if any(file.suffix.lower() in IMAGES for file in itertools.islice(folder.rglob("*"), 10_000)):
         table = folder / "images.csv"
+        told = command("init", table, "--column", "path=image")
+        told = again(("--column", "path=image"), otherwise=told, file=table) if typed_verb() == "init" else told
         return (
             f"'{folder}' holds image files and no table. Write '{table}' with a line for each image, such as "
-            f"path,label,client and then cats/1.png,cat,ana. Then {command('init', table, '--column', 'path=image')}"
+            f"path,label,client and then cats/1.png,cat,ana. Then {told}"
         )
     return f"'{folder}' is a folder without .npy files; give an .npz file, a table, or a folder of .npy files"
 
@@ -317,9 +362,10 @@ def _roles(
         named = ", ".join(f"{role}='{found}'" for role, found in picked.items())
         remarks.append(f"'{where}': {words}, because of the name. Write {named} to confirm this, or name others")
     if "label" not in table and needs_labels:
+        typed = again(("--label", "NAME"), otherwise=command("init", where, "--label", "NAME"))
         raise RecipeError(
-            f"'{where}' has no labels under the names {', '.join(LABELS)}. Say which are the labels: "
-            f"{command('init', where, '--label', 'NAME')}, or labels='NAME' in Python. It has: {', '.join(names[:30])}"
+            f"'{where}' has no labels under the names {', '.join(LABELS)}. Say which are the labels: {typed}, or "
+            f"labels='NAME' in Python. It has: {', '.join(names[:30])}"
         )
     return {"label": ""} | table
 

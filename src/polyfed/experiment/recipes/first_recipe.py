@@ -15,8 +15,10 @@ from polyfed.core.errors import PolyfedWarning
 from polyfed.core.system.json_and_toml import parse_toml, toml_value
 from polyfed.data import Column, Columns
 from polyfed.data.column_scaling import asked, uneven_modalities
-from polyfed.data.columns import TEST, TRAIN, VALIDATION
+from polyfed.data.columns import GUARD, LEFT_OUT, OWN_TEST, TEST, TRAIN, VALIDATION
+from polyfed.data.population.splits import drawn_note
 from polyfed.data.sources.own.npz import Npz
+from polyfed.data.sources.own.table_files import Table
 from polyfed.experiment.recipes.defaults import encoder_for, encoder_text, kind_of, told_of_whole
 from polyfed.experiment.recipes.file_reading import read_file
 from polyfed.experiment.recipes.recipe import parse_recipe
@@ -74,19 +76,17 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
     doubtful = doubtful_targets(columns) if task is None else ""
     for remark in (*reading.doubts, *([doubtful] if doubtful else [])):
         warn(remark, PolyfedWarning, stacklevel=3)
-    if "split" not in table:
-        table["test_share"] = source.test_share
-    if "standardise" not in table and (uneven := uneven_modalities(columns, columns.rows(TRAIN))):
-        table["standardise"] = list(uneven)
-        every = replace(columns, standardise="uneven")
-        others = [m for m in columns.modalities if m not in uneven and asked(every, m)]
-        notes.append(
-            f"{', '.join(uneven)}: features differ in size, so they are shifted and scaled; standardise = false turns "
-            "this off" + (f", and standardise = true also scales {', '.join(others)}" if others else "")
-        )
+    columns, drawn = _splits(columns, table, source)
+    notes = [*(note for note in notes if note != drawn), *_scaled(columns, table)]
     name = "npz" if isinstance(source, Npz) else "table"
     clients, words = _clients(columns, table, task)
-    notes += [words, *_seen(columns)]
+    if _marks(columns):
+        clients.pop("personal_validation", None)
+        clients["personal_test"] = "split_personal"
+        notes.append(_told_of_marks(columns, source.split_personal))
+    notes += [words, *(seen := _seen(columns))]
+    if seen and reading.times and not _marks(columns) and "split" not in table:
+        warn(_overlap(path, reading.times[0], table.get("client", "client")), PolyfedWarning, stacklevel=3)
     found = {m: affordable(column, encoder_for(m, column, 64)) for m, column in columns.modalities.items()}
     encoders = {m: spec for m, (spec, _) in found.items()}
     lacking = {m: int((~there).sum()) for m, there in columns.present.items()}
@@ -112,7 +112,7 @@ def starter(path: Path, options: Mapping[str, Any], task: str | None = None) -> 
         "[model.encoders]",
         *(f"{m} = {encoder_text(spec)}  # {kind_of(columns.column(m))}{cost}" for m, (spec, cost) in found.items()),
         "",
-        *_task(columns, task),
+        *_task(columns, task, sets="personal_validation" in clients),
         *REST,
     ]
     text = "\n".join(lines)
@@ -162,17 +162,81 @@ def _has_sets(columns: Columns, task: str | None) -> bool:
     return _has_holes(columns, task) and known in ("classification", "regression") and not marked
 
 
-def _evaluate(columns: Columns, task: str | None) -> list[str]:
+def _evaluate(columns: Columns, task: str | None, sets: bool) -> list[str]:
     """Return the section [evaluate] for rows that lack modalities, empty without such rows."""
     if not _has_holes(columns, task):
         return []
-    sets = 'conformal = "split"  # run.predict_set(x): what holds the truth with 90 %, from personal_validation'
+    line = 'conformal = "split"  # run.predict_set(x): what holds the truth with 90 %, from personal_validation'
     return [
         "[evaluate]",
         'subsets = "all"  # how good the model is if modalities are missing',
-        *[sets] * _has_sets(columns, task),
+        *[line] * sets,
         "",
     ]
+
+
+def _marks(columns: Columns) -> bool:
+    """Return whether the data marks the own test rows of its natural clients."""
+    return columns.split_personal is not None and columns.client is not None
+
+
+def _splits(columns: Columns, table: dict[str, Any], source: Npz | Table) -> tuple[Columns, str]:
+    """Add `test_share` to the options if there is no split.
+
+    Returns:
+        The table, with the marked rows as test rows if nothing else says which they are; and the note about a drawn
+        test set that no longer holds, or an empty text.
+    """
+    if _marks(columns) and not {"split", "test_share"} & table.keys():
+        table["test_share"] = 0.0
+        return _as_marked(columns), drawn_note(source.test_share)
+    if "split" not in table:
+        table["test_share"] = source.test_share
+    return columns, ""
+
+
+def _scaled(columns: Columns, table: dict[str, Any]) -> list[str]:
+    """Add the modalities to standardise to the options if the user has named none, and return a note about them."""
+    if "standardise" in table or not (uneven := uneven_modalities(columns, columns.rows(TRAIN))):
+        return []
+    table["standardise"] = list(uneven)
+    every = replace(columns, standardise="uneven")
+    others = [m for m in columns.modalities if m not in uneven and asked(every, m)]
+    return [
+        f"{', '.join(uneven)}: features differ in size, so they are shifted and scaled; standardise = false turns "
+        "this off" + (f", and standardise = true also scales {', '.join(others)}" if others else "")
+    ]
+
+
+def _as_marked(columns: Columns) -> Columns:
+    """Return the table with each client's own test rows as test rows, and without guard rows and a drawn test set."""
+    assert columns.split_personal is not None
+    split = columns.split.masked_fill(columns.split == TEST, TRAIN)
+    for mark, code in ((OWN_TEST, TEST), (GUARD, LEFT_OUT)):
+        split = split.masked_fill((columns.split_personal == mark) & (split == TRAIN), code)
+    return replace(columns, split=split)
+
+
+def _told_of_marks(columns: Columns, name: str) -> str:
+    """Return a note about the own test rows and guard rows that the data marks."""
+    codes = columns.split_personal
+    assert codes is not None
+    own, guard = (int((codes == mark).sum()) for mark in (OWN_TEST, GUARD))
+    return (
+        f"'{name}' marks {own:,} test rows of their own clients and {guard:,} guard rows, which are left out "
+        "(personal_test). No other row is drawn at random, so there are no prediction sets"
+    )
+
+
+def _overlap(path: Path, time: str, client: str) -> str:
+    """Return the warning that random test rows may overlap training rows in time."""
+    return (
+        f"'{path}': '{time}' looks like the time of a row, and test rows are drawn at random among the rows of each "
+        f"'{client}' (test_share, as personal_test = 0.2 and personal_validation do). If the rows are windows that "
+        "overlap or follow each other, the score is too high. Mark the test rows in a column split_personal (0 "
+        "training, 1 test, 2 guard row; docs/partitions.md), and init takes them; or test whole clients: [clients] "
+        "test_clients = 0.2 and [data] test_share = 0.0"
+    )
 
 
 def _seen(columns: Columns) -> list[str]:
@@ -188,9 +252,9 @@ def _seen(columns: Columns) -> list[str]:
     ]
 
 
-def _task(columns: Columns, task: str | None) -> list[str]:
+def _task(columns: Columns, task: str | None, *, sets: bool) -> list[str]:
     """Return the sections [task], empty if the labels alone decide the task, and [evaluate]."""
-    rest = _evaluate(columns, task)
+    rest = _evaluate(columns, task, sets)
     label = columns.label.float()
     units = units_of(label, columns.rows(TRAIN)) if (task or looks_like(columns.label)) == "regression" else None
     if units is None or isinstance(units[0], tuple) or isinstance(units[1], tuple):

@@ -37,6 +37,8 @@ class DataOptions(TypedDict, total=False):
             so that each natural client becomes a client. For data frames, datasets and files, you can also give the
             name of the column or key that holds the natural client of each row.
         split: split of each row (`train`, `test`, `validation`, or their codes), or the name of a column or key.
+        split_personal: split of each row within its natural client (0 training, 1 own test row, 2 guard row), or the
+            name of the column or array; `personal_test = "split_personal"` of [clients] uses it.
         modalities: modality -> columns of a data frame or file; or names of the parts of a dataset's samples. If these
             samples are dictionaries, their other keys are not read.
         present: modality -> bool (N,), false where a row lacks the modality.
@@ -47,7 +49,7 @@ class DataOptions(TypedDict, total=False):
             default) for those whose features differ in size.
         columns: column -> how its words, empty cells or dates become numbers, as in {"sex": "one-hot", "age": "mean"}.
         partial: `refuse` or `absent`, for rows of a table that lack some cells of a modality.
-        empty_rows: `refuse` or `leave-out`, for rows that lack every modality.
+        empty_rows: `refuse` or `leave-out`, for rows that lack every modality, or their class.
         separator: for a .csv file: the character between cells; `decimal`, `comment`, `encoding` and `empty` say more
             about how it is written, as the options of the source `table` do.
         test_share: share of every class that becomes the test set, if there is no split.
@@ -64,6 +66,7 @@ class DataOptions(TypedDict, total=False):
     labels: Any
     clients: Any
     split: Any
+    split_personal: Any
     modalities: Any
     present: Mapping[str, Any]
     class_names: Sequence[str]
@@ -106,6 +109,7 @@ OF_TEXT_FILES = ("separator", "decimal", "comment", "encoding", "empty")
 
 OF_THE_DATA = (
     "split",
+    "split_personal",
     "modalities",
     "present",
     "class_names",
@@ -289,7 +293,7 @@ def _refuse_values(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         several = name == "labels" and isinstance(value, list | tuple) and bool(value)
         named = value is None or all(isinstance(word, str) for word in (value if several else [value]))
-        wrong = name in ("labels", "clients", "split", "ids") and not named
+        wrong = name in ("labels", "clients", "split", "split_personal", "ids") and not named
         is_array = hasattr(value, "dtype") and not np.isscalar(value)
         if is_array or wrong:
             kind = "an array" if is_array else repr(value) if np.isscalar(value) else f"a {type(value).__name__}"

@@ -1,7 +1,7 @@
 """Facts about a run's trained models that follow from predictions: the calibration, and the success of a backdoor."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -130,23 +130,25 @@ FEWEST_OF_CLASS = 10
 def sets_of(models: Models, population: Population) -> dict[str, Any] | None:
     """Return the group `sets` of result.json: what `predict_set` returns for the test rows that have a modality.
 
+    Without a global model or without test rows of the server, these are the clients' own test rows and models.
+
     Returns:
         `coverage`, the mean `size` of the sets or width of the intervals, the share of the test `rows` whose truth they
         hold (`holds`), for the class whose rows they hold least often, if that is not chance, its `class`, `holds` and
         `rows` (`least`), and the least number of `validation_rows` behind one; or `refused`, why there is none. None
-        if no scores were counted, or there is no global model.
+        if no scores were counted, or nobody here has test rows and a model for them.
     """
-    columns, rows = population.columns, population.test_rows.cpu()
-    if models.conformal is None or models.shared is None or not len(rows):
+    columns = population.columns
+    parts = [] if models.conformal is None else list(_test_parts(models, population))
+    if not parts:
         return None
-    if len(columns.present) == len(columns.modalities):
-        rows = rows[torch.stack([there.cpu()[rows] for there in columns.present.values()]).any(0)]
     sizes, held, behind = [], [], []
-    for part in torch.split(rows, ROWS_AT_ONCE):
-        x = {m: column.raw(part.to(column.values.device)) for m, column in columns.modalities.items()}
-        present = {m: there[part.to(there.device)] for m, there in columns.present.items()}
+    for client, part in parts:
+        reads = columns.modalities if client is None else models.clients[client]
+        x = {m: columns.modalities[m].raw(part.to(columns.modalities[m].values.device)) for m in reads}
+        present = {m: columns.present[m][part.to(columns.present[m].device)] for m in reads if m in columns.present}
         try:
-            found = models.predict_set(x, COVERAGE, present=present)
+            found = models.predict_set(x, COVERAGE, client, present=present)
         except RecipeError as error:
             return {"coverage": COVERAGE, "refused": str(error)}
         y = columns.label.cpu()[part]
@@ -159,6 +161,7 @@ def sets_of(models: Models, population: Population) -> dict[str, Any] | None:
             held.append(((found.low <= y) & (y <= found.high))[known])
         sizes.append(found.sizes.double().reshape(len(part), -1).mean(1))
         behind.append(found.rows.min())
+    rows = torch.cat([part for _, part in parts])
     least = least_held(torch.cat(held), columns.label.cpu()[rows], models) if found.sets is not None else {}
     return least | {
         "coverage": COVERAGE,
@@ -167,6 +170,24 @@ def sets_of(models: Models, population: Population) -> dict[str, Any] | None:
         "rows": len(rows),
         "validation_rows": int(torch.stack(behind).min()),
     }
+
+
+def _test_parts(models: Models, population: Population) -> Iterator[tuple[int | None, Tensor]]:
+    """Return test rows that have a modality, in parts, each with the client whose model predicts them.
+
+    The client is None for the rows of the server, which the global model predicts.
+    """
+    columns, rows = population.columns, population.test_rows.cpu()
+    owners: dict[int | None, Tensor] = {}
+    if models.shared is not None and len(rows):
+        owners[None] = rows
+    elif population.test is not None and not models.elsewhere:
+        owners = {client: population.test[client].cpu() for client in models.clients}
+    for client, own in owners.items():
+        reads = tuple(columns.modalities) if client is None else models.clients[client]
+        if len(own) and all(m in columns.present for m in reads):
+            own = own[torch.stack([columns.present[m].cpu()[own] for m in reads]).any(0)]
+        yield from ((client, part) for part in torch.split(own, ROWS_AT_ONCE) if len(part))
 
 
 def least_held(held: Tensor, label: Tensor, models: Models) -> dict[str, Any]:
@@ -192,6 +213,22 @@ def unseen_clients(recipe: Recipe, population: Population) -> list[str] | None:
     held = torch.unique(client[population.test_rows.cpu()]).tolist()
     names = columns.client_names
     return [names[number] if names else str(number) for number in held]
+
+
+def untested(recipe: Recipe, result: dict[str, Any]) -> list[str]:
+    """Return a sentence if all test rows are of clients outside training, who have no own models to test."""
+    method: Any = recipe.algorithm
+    if (
+        method.own_models == "none"
+        or method.model_for != "client"
+        or "personal" in result["metrics"]
+        or not result.get("unseen_clients")
+    ):
+        return []
+    return [
+        "no score tests the clients' own models, because the test clients take no part in training. To test them too, "
+        "give the other clients test rows: [clients] personal_test"
+    ]
 
 
 def backdoor_of(models: Models, attack: Attack, population: Population, seed: int) -> dict[str, Any] | None:

@@ -1,5 +1,6 @@
 """The trained models of a run: the global model, the clients' own models, and predictions with either."""
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
@@ -97,11 +98,16 @@ class Models:
         """
         if self.shared is None:
             raise RecipeError(
-                f"{self.algorithm} has no global model: it trains one model per {self.model_for}. Pass client=k for "
-                f"the model of client k, as in predict(x, client={next(iter(self.clients), 0)}) and likewise in "
-                "used; or use personal[k]"
+                f"{self.algorithm} has no global model: it trains one model per {self.model_for}. Name the client "
+                f"whose model predicts: --client {self._example()} on the command line, in Python "
+                f"predict(x, client={next(iter(self.clients), 0)}), used or personal[k]"
             )
         return self.shared
+
+    def _example(self) -> str:
+        """Return the name of a client, or its number."""
+        first = next(iter(self.clients), 0)
+        return shlex.quote(self.client_names.get(first, str(first)))
 
     @property
     def personal(self) -> "Personal":

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import tomli_w
 
-from polyfed.core.errors import CheckpointError, RecipeError
+from polyfed.core.errors import CheckpointError, RecipeError, command, counted
 from polyfed.core.system.files import EGRESS, FACTS, RECIPE, RESULT, ROUNDS, append_whole, replace_text, sync, undone
 from polyfed.core.system.json_and_toml import json_ready, parse_toml, to_json
 from polyfed.experiment.recipes.settings import APART, CheckpointSpec
@@ -49,13 +49,16 @@ class Records:
     Args:
         folder: the folder. It is created if it does not exist.
         resume: whether to continue the run that the folder holds.
+        recipe: the recipe of the run, as a table, which tells its own run from another one.
         audit: the audit log of the run. None in a simulation.
 
     Raises:
         RecipeError: the folder cannot be created, holds a run although `resume` is off, or holds other files.
     """
 
-    def __init__(self, folder: Path, *, resume: bool, audit: Log | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, resume: bool, recipe: dict[str, Any] | None = None, audit: Log | None = None
+    ) -> None:
         self.folder, self.resume, self.audit, self._made = folder, resume, audit, not folder.exists()
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -64,14 +67,33 @@ class Records:
                 f"--out {folder}: {error.strerror or error}. Choose a folder that can be written"
             ) from None
         if not resume and self.begun:
-            raise RecipeError(
-                f"{folder} holds another run. Resume it with --resume (in Python: resume=True), or choose another "
-                "folder"
-            )
+            raise RecipeError(self._held(recipe))
         own = "." if audit is None else (".", "audit")  # a set-up that failed may have left an audit log
         foreign = [e.name for e in folder.iterdir() if not e.name.startswith(own) and not _is_facts_file(e)]
         if foreign and not self.begun:
             raise RecipeError(f"{folder} is not empty and holds no run ({foreign[0]}, ...). Choose another folder")
+
+    def _held(self, recipe: dict[str, Any] | None) -> str:
+        """Return why a run cannot start in a folder that holds one, and what to do."""
+        same = False
+        if recipe is not None:
+            before, now = _read(self.folder / RECIPE, _recipe_table), parse_toml(tomli_w.dumps(recipe))
+            free = (*MAY_CHANGE, "versions")
+            found = [(path, new) for path, _, new in _differences(before, now) if path.split(".")[0] not in free]
+            same = all(new is None for _, new in found)  # what a recipe leaves open, such as the task, a run decides
+        if not same:
+            return (
+                f"{self.folder} holds a run of another recipe. Choose another folder, or go on with that run: "
+                f"{command('run', self.folder / RECIPE, '--resume', '--out', self.folder)}"
+            )
+        assert recipe is not None
+        rounds = len(self.rounds())
+        more = ("--set", f"rounds={recipe['rounds']}") if recipe["rounds"] != rounds else ()
+        return (
+            f"{self.folder} holds this run, with {counted(rounds, 'round', 'rounds')} of {recipe['rounds']}. Go on "
+            f"with it: {command('run', self.folder / RECIPE, *more, '--resume', '--out', self.folder)} (in Python: "
+            "resume=True), or choose another folder"
+        )
 
     @property
     def begun(self) -> bool:

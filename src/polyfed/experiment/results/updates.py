@@ -88,28 +88,35 @@ class ClientUpdates:
                     one = send if isinstance(send, Message) else send[part.clients[group[0]]]
                     sent = getattr(one, "params", None)
                     if isinstance(sent, dict):
-                        clients = [part.clients[place] for place in group]
-                        self._read(sent, {name: stack[group] for name, stack in trained.items()}, clients, chosen)
+                        self._read(sent, trained, part.clients, group, chosen)
 
     def means(self) -> dict[str, float]:
         """Block -> the mean norm over the measured clients that sent the block, in any order of their replies."""
         return {block: math.fsum(norms) / len(norms) for block, norms in self._norms.items()}
 
-    def _read(self, sent: Tree, trained: Tree, clients: Sequence[int], chosen: set[int]) -> None:
+    def _read(self, sent: Tree, trained: Tree, stacked: Sequence[int], group: Sequence[int], chosen: set[int]) -> None:
         """Measure and keep the updates of some clients, which received the same parameters.
 
         Each sum runs along the last dimension, so a client's norm does not depend on the other clients of its stack.
+        The tensors are read one after another, because those of a large model take much memory.
+
+        Args:
+            trained: the tensors of a stack.
+            stacked: the clients of the stack.
+            group: the places of the clients to read.
         """
         norms: dict[str, list[Tensor]] = {}
+        clients = [stacked[place] for place in group]
         places = [place for place, client in enumerate(clients) if client in chosen]
-        for name, stack in trained.items():
+        for name, whole in trained.items():
+            stack = _at(whole, group)
             before = sent.get(name)
             if before is None or stack.dim() != before.dim() + 1 or not stack.is_floating_point():
                 continue
             received = before.detach()[tuple(map(slice, stack.shape[1:]))]  # cut to the ranks of the clients
             moved = stack.detach() - received.to(stack.device)
             if places:
-                flat = moved[places].unsqueeze(1).flatten(1).float()  # (clients, numbers), also if there is one number
+                flat = _at(moved, places).unsqueeze(1).flatten(1).float()  # (clients, numbers), also of one number
                 norms.setdefault(block_of(name), []).append(torch.linalg.vector_norm(flat, dim=1))
             if self._folder is not None and received.shape == before.shape:
                 for client, own in zip(clients, moved.cpu(), strict=True):
@@ -146,6 +153,11 @@ class ClientUpdates:
                 f"the updates of round {round} could not be written to {self._folder}: {error}. Make room and run "
                 "again with --resume (in Python: resume=True)"
             ) from error
+
+
+def _at(stack: Tensor, places: Sequence[int]) -> Tensor:
+    """Return the entries at these places of a stack, without a copy if they are all."""
+    return stack if [*places] == [*range(len(stack))] else stack[[*places]]
 
 
 def kept_updates(folder: Path, rounds: int) -> list[dict[str, Tree]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from polyfed.algorithms.base import Algorithm, ServerState
 from polyfed.core import keys
 from polyfed.core.errors import RecipeError, counted
 from polyfed.core.problems import Problems
-from polyfed.core.tree import SHARED, Tree, blocks, digest, select, size_bytes, under
+from polyfed.core.system.mapping import on_disk
+from polyfed.core.tree import SHARED, Tree, blocks, clone, digest, select, size_bytes, under
 from polyfed.data import Columns, Population, populate, stacked
 from polyfed.data.column_fitting import features_of
 from polyfed.data.population.population import with_fitted_columns
@@ -29,6 +31,7 @@ from polyfed.experiment.recipes.engine_choice import device_of, engine_of
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.recipes.task_choice import prepared, refuse_unfit, task_facts, task_of, with_task
 from polyfed.experiment.results.label_counts import dealt_classes, label_counts, rows_without, tests_without
+from polyfed.experiment.running import checkpoint
 from polyfed.experiment.running.column_statistics import book, refuse_unnoised
 from polyfed.experiment.running.constants import constant_facts
 from polyfed.experiment.running.events import Emitter
@@ -66,6 +69,7 @@ class Assembly:
         given: the values of a warm start, by name.
         deployed: whether this is the server of a deployment.
         against: the second model of an evaluation job; empty without one.
+        spare: where large tensors lie that memory need not hold, or None to hold them.
     """
 
     recipe: Recipe
@@ -82,6 +86,7 @@ class Assembly:
     given: Tree = field(default_factory=dict)
     deployed: bool = False
     against: Tree = field(default_factory=dict)
+    spare: Path | None = None
 
     @property
     def algorithm(self) -> Algorithm:
@@ -94,8 +99,21 @@ class Assembly:
         self.fed.begin(0)
         state = checked_state(self.algorithm, self.algorithm.init(self.fed, self.initial), "init")
         state = replace(state, against=self.against) if self.against else state  # type: ignore[type-var]
+        state = self.put_away(state)
         self.fed.expect(state.params)
         return state
+
+    def put_away(self, state: ServerState) -> ServerState:
+        """Return the state with its large tensors on the disk, so that memory holds them only while it makes others.
+
+        Raises:
+            CheckpointError: the state cannot be written to a checkpoint either.
+            OSError: the disk is full.
+        """
+        if self.spare is None or self.engine.device.type != "cpu":
+            return state
+        away: ServerState = checkpoint.put_away(state, self.spare, checkpoint.modules_of(self.algorithm))
+        return away
 
     def resume(self, state: ServerState, locals: Mapping[int, Tree], round: int) -> None:
         """Continue after a round, with the state and the local states that the run had then."""
@@ -158,6 +176,7 @@ def assemble(
     one_device: bool = False,
     folder: Path | None = None,
     deployed: bool = False,
+    spare: Path | None = None,
 ) -> Assembly:
     """Build all parts of a run.
 
@@ -170,6 +189,7 @@ def assemble(
         folder: the folder of a run or of an app that may hold a copy of the warm start's values.
         deployed: whether this is the server of a deployment. The ledger then has the SHA-256 of each part of a message,
             for the audit log, and noise comes from the operating system's generator.
+        spare: a folder for large tensors of the server, or None to hold them in memory.
 
     Raises:
         PolyfedError: the recipe, the data or the model is wrong, or they do not fit each other.
@@ -178,6 +198,7 @@ def assemble(
     made = _completed(recipe, population, folder, one_device=one_device, deployed=deployed)
     # from here on the recipe is complete, and only read: engine and federation see what recipe.toml will say
     ledger = Ledger(run, hashing=deployed)
+    copied = clone if spare is None else partial(on_disk, folder=spare)
     built = (engine or engine_of(made.recipe))(
         population,
         made.model,
@@ -193,14 +214,19 @@ def assemble(
         privacy=None if made.guarantee is None else made.guarantee.mechanism,
         limits=made.recipe.limits,
         wire=made.recipe.wire,
+        copied=copied,
     )
     cap = made.recipe.deployment.rows_cap if deployed else 0.0
     fed = _federation(made.recipe, built, None if one_device else population.num_clients, cap)
     # what the mixing of this model reveals of a modality is known only to the announcer of the engine
     policy = built.announcer.with_model(made.policy)
-    parts = population, made.model, policy, made.initial, ledger, built, fed
+    initial = made.initial
+    if spare is not None and built.device.type == "cpu":
+        initial = copied(initial)
+        made.model.put_away(copied)  # only a server that trains or evaluates uses the modules
+    parts = population, made.model, policy, initial, ledger, built, fed
     rest = recipe.task is None, made.guesses, made.guarantee, made.given, deployed
-    return Assembly(made.recipe, *parts, *rest, _against_of(made.recipe, made.model, made.given))
+    return Assembly(made.recipe, *parts, *rest, _against_of(made.recipe, made.model, made.given), spare)
 
 
 def _against_of(recipe: Recipe, model: Model, given: Tree) -> Tree:

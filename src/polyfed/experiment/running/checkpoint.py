@@ -25,6 +25,7 @@ from torch import Tensor
 from polyfed.core.errors import CheckpointError
 from polyfed.core.system.files import replace_text, sync
 from polyfed.core.system.json_and_toml import parse_json, refuse_extremes
+from polyfed.core.system.mapping import LARGE, on_disk
 from polyfed.core.tasks import parts
 from polyfed.core.tree import memory_of
 
@@ -79,6 +80,25 @@ def save(folder: Path, round: int, content: Any, modules: Collection[str] = ()) 
     for old in folder.glob("round-*"):
         if old.name != name:
             shutil.rmtree(old, ignore_errors=True)
+
+
+def put_away(content: Any, folder: Path, modules: Collection[str]) -> Any:
+    """Return `content` with its large tensors in a file without a name, as if it had been saved and loaded.
+
+    Args:
+        content: see `save`. It is returned as it is if it holds no large tensor in memory.
+        folder: where the file lies.
+        modules: see `save`.
+
+    Raises:
+        CheckpointError: `content` holds a value that a checkpoint cannot hold.
+        OSError: the file cannot be written.
+    """
+    tensors: dict[str, Tensor] = {}
+    skeleton = pack(content, tensors, modules)
+    if all(value.nbytes < LARGE for value in tensors.values()):
+        return content
+    return unpack(skeleton, on_disk(tensors, folder), modules)
 
 
 def newest(folder: Path) -> int:
@@ -233,7 +253,7 @@ def digest(content: Any) -> str:
     sha = hashlib.sha256(json.dumps(_nameless(pack(content, tensors))).encode())
     for name, value in tensors.items():
         sha.update(f"{name}|{value.dtype}|{tuple(value.shape)}|".encode())
-        sha.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+        sha.update(value.reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
 
 

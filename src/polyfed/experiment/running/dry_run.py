@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from polyfed.algorithms.averaging import Averaging
 from polyfed.core.errors import EgressError
-from polyfed.core.messages import Message, crossings
+from polyfed.core.messages import Crossing, Message, crossings
 from polyfed.core.packing import Packings
 from polyfed.core.request import Request, Send
 from polyfed.core.tree import Tree
@@ -90,6 +90,15 @@ class RecordingGate(EgressGate):
 
     seen: dict[tuple[Place, int], list[ObservedPart]] = field(default_factory=dict)
     owned: int = 0
+
+    @override
+    def _comes_back(self, request: Request, part: Crossing) -> bool:
+        """Return whether the check refuses what would bring this part back, in this task or another.
+
+        Its refusal says how the clients can keep the block, and a block that they keep does not come in either.
+        """
+        forbidden = {(row.kind, row.block) for row in self.announcement.rows.values() if not row.allowed}
+        return (part.kind, part.block) in forbidden or super()._comes_back(request, part)
 
     @override
     def release(self, request: Request, reply: Message, *, stacked: bool, packings: Packings | None = None) -> Message:

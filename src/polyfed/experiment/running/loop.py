@@ -25,7 +25,7 @@ from polyfed.experiment.checks.repetition import Repetitions
 from polyfed.experiment.recipes.engine_choice import pytorch_settings
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.recipes.task_choice import headline_of
-from polyfed.experiment.results.model_facts import facts_of_models
+from polyfed.experiment.results.model_facts import facts_of_models, untested
 from polyfed.experiment.results.models import Models
 from polyfed.experiment.results.records import Records, run_id
 from polyfed.experiment.results.round_facts import (
@@ -89,6 +89,7 @@ def execute(
     with pytorch_settings(recipe), ExitStack() as stack:
         kept = records.folder if records is not None and records.begun else app
         parts: dict[str, Any] = {"population": population, "engine": engine, "folder": kept, "deployed": deployed}
+        parts["spare"] = records.folder if records is not None and deployed else None
         assembly = assemble(recipe, run_id(recipe.seed), emit, **parts)
         stack.callback(assembly.engine.close)
         check_before_run(assembly)
@@ -214,9 +215,11 @@ class _Loop:
         self.rounds = self.repeated.rewound(records, content["places"], round)
         self.totals = content["totals"]
         records.note(table, facts)
-        state, engine = content["state"], self.assembly.engine
+        state, engine = self.assembly.put_away(content.pop("state")), self.assembly.engine
         self.assembly.resume(state, content["locals"], round)
         self.best = kept_best(records.checkpoints, content.get("best"), self.recipe.algorithm, engine.device)
+        if self.best is not None:
+            self.best["state"] = self.assembly.put_away(self.best["state"])
         self.emit("note", text=f"resumed after round {round}")
         self._stop(self._ended(self.rounds))
         self._announce(round + 1)
@@ -253,7 +256,7 @@ class _Loop:
         )
         started = time.perf_counter()
         with self.fed.watched(self.updates.watch):
-            state = checked_state(algorithm, algorithm.round(state, self.fed))
+            state = self.assembly.put_away(checked_state(algorithm, algorithm.round(state, self.fed)))
         seconds = time.perf_counter() - started
         times = self.fed.clock.finish() if self.fed.clock is not None else None
         row = self._book(round) | {"training_requests": self.fed.asked, "seconds": {"train": seconds}}
@@ -430,6 +433,7 @@ class _Loop:
         result["logged"] = means_of(logged := [row["logged"] for row in self.rounds])
         train = getattr(self.recipe.algorithm, "train", None)
         idle = untrained(self.rounds) if isinstance(train, Train) and (train.steps or train.epochs) else []
+        idle += untested(self.recipe, result)
         result["concerns"] = (self.recipe.algorithm.concerns(logged) if logged else []) + idle
         more = still_falls(self.rounds) if self._end().by == "rounds" else None
         result |= {"still_falls": more} if more is not None else {}

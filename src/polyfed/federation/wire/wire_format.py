@@ -1,19 +1,18 @@
 """The wire format of messages: a JSON header that describes every tensor, and a body with the values, without pickle.
 
 The header holds the name of the message class, the kind of every field, and the name, type and shape of every tensor.
-The body holds the tensors' bytes one after another, little-endian. `decode` does not trust the sender. It checks class,
+The body holds the tensors' bytes one after another, little-endian. Zeros stand before a large tensor, so that it begins
+at a multiple of `ALIGNED` bytes and can stay in a mapped file. `decode` does not trust the sender. It checks class,
 fields, kinds, names, types, shapes and sizes against the message class that the receiver expects.
 """
 
 import json
 import math
-import mmap
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 from polyfed.core.errors import BadReply
 from polyfed.core.messages import Message, tensors
 from polyfed.core.packing import Packing, Pieces, Place
+from polyfed.core.system.mapping import ALIGNED, LARGE, bytes_of, gap
 from polyfed.core.tree import Tree
 
 Header = dict[str, Any]
@@ -44,7 +44,7 @@ DTYPES = {
 }
 """The tensor types that a message may hold, by their names in a header."""
 
-WIRE_FORMAT = 2
+WIRE_FORMAT = 3
 """Version of the format of headers and bodies. Increase it with every change that an older version would misread."""
 
 MAX_TENSORS, MAX_AXES = 40_000, 16
@@ -66,13 +66,6 @@ reads each character once. If an attempt failed at the end of the text, a search
 _NO_BRACKET = re.compile(r"[^\[\]{}]+")
 
 assert sys.byteorder == "little", "polyfed's wire format is little-endian"
-
-
-LARGE = 2**20
-"""From this size in bytes on, a body stays in the memory of its tensors or in its file, and a tensor is not copied."""
-
-ALIGNED = 64
-"""The body of a framed packet begins at a multiple of so many bytes, so that tensors can stay in a mapped file."""
 
 
 class Chunks:
@@ -140,7 +133,10 @@ def _flaw(text: str) -> str:
 
 
 def frames(packet: Packet) -> Iterator[bytes | memoryview]:
-    """Yield a packet as it is written: the length of the header in four bytes, the header with blanks, the body."""
+    """Yield a packet as it is written: the length of the header in four bytes, the header with blanks, the body.
+
+    The body begins at a multiple of `ALIGNED` bytes, as its large tensors do.
+    """
     header = json.dumps(packet.header, separators=(",", ":")).encode()
     header += b" " * (-(len(header) + 4) % ALIGNED)
     yield len(header).to_bytes(4, "little")
@@ -151,14 +147,6 @@ def frames(packet: Packet) -> Iterator[bytes | memoryview]:
 def framed(packet: Packet) -> bytes:
     """Return a packet as bytes; see `frames`."""
     return b"".join(frames(packet))
-
-
-def mapped(path: Path) -> bytes | memoryview:
-    """Return the content of a file. A large file is mapped, so that it takes memory only where it is changed."""
-    with open(path, "rb") as file:
-        if path.stat().st_size < LARGE:
-            return file.read()
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
 
 
 def unframed(content: bytes | memoryview) -> Packet | str:
@@ -192,11 +180,14 @@ def encode(msg: Message, packed: Pieces | None = None) -> Packet:
     """
     entries: list[list[Any]] = []
     parts: list[memoryview] = []
+    place = 0
     for field, name, value in tensors(msg):
         for piece in (packed or {}).get((field, name), (value,)):
-            flat = piece.detach().cpu().contiguous().reshape(-1)
-            if flat.numel():
-                parts.append(flat.view(torch.uint8).numpy().data)
+            content = bytes_of(piece.detach().cpu().contiguous())
+            if blank := gap(place, len(content)):
+                parts.append(memoryview(bytes(blank)))
+            parts.append(content)
+            place += blank + len(content)
         entries.append([field, name, str(value.dtype).removeprefix("torch."), list(value.shape)])
     header = {"message": type(msg).__name__, "kinds": dict(msg.kinds), "tensors": entries}
     body = Chunks(parts)
@@ -220,8 +211,7 @@ def decode(
         limit: largest allowed size of the body, in bytes.
         most: largest allowed number of tensors. It is checked before the first tensor is read.
         unpacking: the tensors that are compressed.
-        shared: whether large tensors stay in the memory of a mapped body. They may be aligned less than others, so
-            that a matrix product with them can round differently.
+        shared: whether large tensors stay in the memory of a mapped body.
 
     Raises:
         BadReply: the packet does not hold a valid message of this class. The text gives the reason.
@@ -265,6 +255,10 @@ def _read(
     found: list[Tensor] = []
     for kind, sides in ((dtype, shape),) if packing is None else packing.layout(shape, dtype):
         size = math.prod(sides) * kind.itemsize
+        blank = gap(place, size)
+        if any(body[place : place + blank]):
+            raise BadReply(f"holds something between its tensors, before {of[0]}")
+        place += blank
         if place + size > len(body):
             raise BadReply(f"{of[0]} runs past the end of the message")
         found.append(_tensor(body, place, kind, sides, shared=shared))

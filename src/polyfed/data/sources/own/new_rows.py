@@ -155,8 +155,8 @@ def new_rows(
             problems.add(
                 DataError(
                     f"{where}: modality '{name}' lacks {counted(len(lacking[name]), 'column', 'columns')} "
-                    f"{_listed(lacking[name])}. Add them, or leave all columns of '{name}' out, and the model "
-                    "predicts from the other modalities"
+                    f"{_listed(lacking[name])}. {_adding(lacking[name], features.get(name, ()))}, or leave all columns "
+                    f"of '{name}' out, and the model predicts from the other modalities"
                 )
             )
             continue
@@ -168,9 +168,33 @@ def new_rows(
             notes += [f"modality '{name}': {line}" for line in told]
     named = _ids(held, ids, form.ids, where, problems)
     problems.raise_all()
+    notes += [] if named is None or not len(named.columns) else _repeated(named)
     for note in notes:
         warnings.warn(f"{where}: {note}", PolyfedWarning, stacklevel=4)
     return NewRows(x, present, named, tuple(filled))
+
+
+def _adding(lacking: Sequence[str], features: Features) -> str:
+    """Return how to add columns of a modality: empty, as far as [data.columns] says what an empty cell means."""
+    filled = {f.column for f in features if f.rule is not None and f.rule.fills}
+    if not (empty := [column for column in lacking if column in filled]):
+        return "Add them"
+    how = "get the mean of the training, or count as an empty word"
+    which = "empty ones are enough" if len(empty) == len(lacking) else f"{_listed(empty)} may be empty"
+    return f"Add them ({which}: the cells {how}, as [data.columns] says)"
+
+
+def _repeated(named: "pd.DataFrame") -> list[str]:
+    """Return a note about rows whose ids other rows have too, if there are any."""
+    words = named.astype(str)
+    twice = words.duplicated(keep=False)
+    if not twice.any():
+        return []
+    names, shown = ", ".join(map(repr, named.columns)), ", ".join(words[twice].iloc[0])
+    return [
+        f"{int(twice.sum()):,} rows share their {names} with another row, such as {shown}; one more column of ids "
+        "(--id) tells them apart"
+    ]
 
 
 def _ids(held: Any, ids: Sequence[str], usual: str, where: str, problems: Problems) -> "pd.DataFrame | None":

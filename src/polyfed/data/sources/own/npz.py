@@ -53,7 +53,7 @@ class Npz(Source):
         standardise: Bring every feature to mean 0 and deviation 1 over the rows that train: true for all modalities, a
             list for some, "uneven" for those whose features differ in size, false for none. Other uint8 images are
             scaled to [0, 1].
-        empty_rows: A row that lacks every modality: "refuse" it, or "leave-out" (it is counted and named).
+        empty_rows: A row without any modality, or without its class: "refuse" it, or "leave-out" (it is counted).
         test_share: Share of every class (of targets: of all rows) that is the test set if the file has no splits.
         seed: Seed for drawing that test set; the run's own seed has no effect.
     """

@@ -2,6 +2,7 @@
 
 import codecs
 import csv
+import io
 import json
 import re
 import shlex
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typing_extensions import override
 
-from polyfed.core.errors import DataError, PolyfedWarning, RecipeError, require
+from polyfed.core.errors import DataError, PolyfedWarning, RecipeError, again, require
 from polyfed.core.option_checks import BELOW_ONE, check_ranges
 from polyfed.core.problems import Problems
 from polyfed.core.system.json_and_toml import toml_value
@@ -23,7 +24,7 @@ from polyfed.data.columns import Columns, Standardise
 from polyfed.data.reading.array_files import check_expansion, existing
 from polyfed.data.reading.column_guess import guessed
 from polyfed.data.reading.draft import columns_of as checked_columns
-from polyfed.data.reading.frames import drafted
+from polyfed.data.reading.frames import FIRST_LINE, drafted
 from polyfed.data.reading.given import EmptyRows, Given, Partial
 from polyfed.data.reading.values import Layout
 from polyfed.data.sources.base import Facts, Source
@@ -91,6 +92,7 @@ class Table(Source):
             needs none.
         client: Column of the natural client of each row: words or whole numbers.
         split: Column of the splits: the words train, test and validation, or their codes 0, 1 and 2.
+        split_personal: Column of the splits within each natural client: 0 train, 1 test, 2 guard row.
         ids: Column of the row ids, distinct whole numbers; by default a column of numbers named `id`, `ids` or `row_id`
             that is in no modality, else, or with "rows", the row numbers.
         relabel: Word of a label -> the class that it means, such as { "yes " = "Yes", no = "No" }.
@@ -102,7 +104,7 @@ class Table(Source):
         layout: Modality -> axes of a sample in lists or pictures, as in the source `npz`.
         partial: A row with only some cells of a modality: "refuse" it, or treat the modality as "absent".
         standardise: As in the source `npz`.
-        empty_rows: A row that lacks every modality: "refuse" it, or "leave-out" (it is counted and named).
+        empty_rows: A row without any modality, or without its class: "refuse" it, or "leave-out" (it is counted).
         test_share: Share of every class that is the test set if there is no column of splits.
         seed: Seed for drawing that test set; the run's own seed has no effect.
         separator: The character between the cells of a .csv file, by default a comma.
@@ -117,6 +119,7 @@ class Table(Source):
     label: str | list[str] = "label"
     client: str = "client"
     split: str = "split"
+    split_personal: str = "split_personal"
     ids: str = ""
     relabel: Mapping[str, str] = field(default_factory=dict)
     class_names: tuple[str, ...] = ()
@@ -200,14 +203,29 @@ class Table(Source):
             require(word in known, "data.relabel", word, ", ".join(sorted(known)[:20]))
         return frame.assign(**{self.label: frame[self.label].map(lambda cell: self.relabel.get(str(cell), cell))})
 
+    def for_other_rows(self) -> "Table":
+        """Return the source of new rows, in which a word of `relabel` may be missing: then its rule has no effect."""
+        if not self.relabel or not isinstance(self.label, str):
+            return self
+        path, label = existing(self.path, "table"), self.label
+        frame = read(path, Problems(), lambda _: {label: True}, self.dialect)
+        words = {str(cell) for cell in frame[label].dropna().unique()} if label in frame.columns else set()
+        return replace(self, relabel={word: name for word, name in self.relabel.items() if word in words})
+
     @property
     def given(self) -> Given:
         """Return the meaning of the columns, and how they are read."""
-        defaults = [("clients", self.client == "client"), ("split", self.split == "split"), ("ids", not self.ids)]
+        defaults = [
+            ("clients", self.client == Table.client),
+            ("split", self.split == Table.split),
+            ("split_personal", self.split_personal == Table.split_personal),
+            ("ids", not self.ids),
+        ]
         return Given(
             labels=self.label,
             clients=self.client,
             split=self.split,
+            split_personal=self.split_personal,
             ids=self.ids,
             modalities=self.modalities,
             partial=self.partial,
@@ -287,6 +305,8 @@ def read(
             header = _header(path, dialect, problems)
             _check_cells(path, len(header), _rows(path))
             frame = _cells(path, dialect, header, words(header))
+            if not dialect.comment and _is_line_by_line(path, len(frame)):
+                frame.attrs[FIRST_LINE] = 2
     except (UnicodeError, LookupError) as error:
         raise DataError(_other_encoding(path, dialect, error)) from None
     except (OSError, ValueError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
@@ -327,6 +347,14 @@ def _rows(path: Path) -> int:
     """Return the number of lines of a file."""
     with path.open("rb") as stream:
         return sum(block.count(b"\n") for block in iter(lambda: stream.read(1 << 20), b"")) + 1
+
+
+def _is_line_by_line(path: Path, rows: int) -> bool:
+    """Return whether each row of a text file is one line, after one line of names."""
+    with path.open("rb") as stream:
+        stream.seek(-1, io.SEEK_END)
+        ended = stream.read() == b"\n"
+    return _rows(path) - ended == rows + 1
 
 
 def _check_cells(path: Path, columns: int, rows: int) -> None:
@@ -438,9 +466,10 @@ def _written(path: Path) -> str:
     """Return the end of an error text: how a file is written, for a recipe, for `polyfed init` and in Python."""
     found = guessed_dialect(path) or {"encoding": "cp1252"}
     lines = "; ".join(f"{name} = {toml_value(value)}" for name, value in found.items())
-    words = [word for name, value in found.items() for word in ("--set", f"data.{name}={toml_value(value)}")]
+    options = [("--set", f"data.{name}={toml_value(value)}") for name, value in found.items()]
     python = ", ".join(f"{name}={value!r}" for name, value in found.items())
-    return f"[data] {lines} (polyfed init: add {shlex.join(words)}; in Python: {python})"
+    words = " ".join(map(shlex.join, options))
+    return again(*options, otherwise=f"[data] {lines} (polyfed init: add {words}; in Python: {python})")
 
 
 def _cells(path: Path, dialect: Dialect, header: Sequence[str], words: Mapping[str, bool]) -> "pd.DataFrame":

@@ -130,7 +130,8 @@ def keep(memory: Memory, request_id: RequestId, local: Tree, modalities: tuple[s
     """
     of = (memory.run, memory.client)
     tensors = {str(at): value.detach().cpu().contiguous() for at, value in enumerate(local.values())}
-    digest = memory.write("states", request_id.place, save(separate(tensors)))
+    content = save(separate(tensors))
+    digest = memory.write("states", request_id.place, lambda path: path.write_bytes(content))
     names = json.dumps([*local])  # safetensors does not keep their order, on which sums depend
     row = (*of, *request_id.place, json.dumps(modalities), names, digest)
     memory.rows.execute("INSERT INTO states VALUES (?, ?, ?, ?, ?, ?, ?)", row)
@@ -154,8 +155,11 @@ def prune(store: DeviceStore, run: str, client: int) -> None:
     with store.transaction(run, client) as memory:
         query = "SELECT run FROM journals WHERE client = ? ORDER BY rowid DESC"  # each note gives a new rowid
         runs = [name for (name,) in memory.rows.execute(query, (client,))]
-        query = "SELECT DISTINCT run FROM states WHERE client = ? UNION SELECT run FROM replies WHERE client = ?"
-        full = {name for (name,) in memory.rows.execute(query, (client, client))}
+        full = {
+            name
+            for table in ("states", "replies", "trainings")
+            for (name,) in memory.rows.execute(f"SELECT DISTINCT run FROM {table} WHERE client = ?", (client,))
+        }
     for name in [name for name in runs if name in full][KEPT_RUNS:]:
         with store.alone(name, client, wait=False) as own:
             if own is not None and name != run:
@@ -173,7 +177,7 @@ def _forget_run(memory: Memory) -> None:
     of = (memory.run, memory.client)
     if places := places_of(memory):
         memory.rows.execute(f"UPDATE journals SET floor_round = ?, floor_request = ? WHERE {_OF}", (*places[-1], *of))
-    for table in ("states", "replies"):
+    for table in ("states", "replies", "trainings"):
         memory.rows.execute(f"DELETE FROM {table} WHERE {_OF}", of)
 
 

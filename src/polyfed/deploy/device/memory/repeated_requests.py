@@ -156,7 +156,12 @@ def keep_reply(memory: Memory, request_id: RequestId, use: str, reply: Packet, k
         kept: the newest round that the server will never repeat.
     """
     of, header = (memory.run, memory.client), json.dumps(reply.header)
-    content = memory.write("replies", request_id.place, bytes(reply.body))
+
+    def fill(path: Path) -> None:
+        with path.open("wb") as file:
+            file.writelines(pieces(reply.body))
+
+    content = memory.write("replies", request_id.place, fill)
     digest = f"{hashlib.sha256(header.encode()).hexdigest()} {content}"
     row = (*of, *request_id.place, use, header, digest)
     memory.rows.execute("INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?, ?, ?)", row)

@@ -6,9 +6,10 @@ gains nothing from a new run name or from a restart. Everything that decides abo
 one transaction: it is on disk before the device computes a reply, and a refused request leaves no trace. A store that
 is full, damaged, emptied or a link refuses, and never begins from zero.
 
-The tensors of a state and the body of a reply are files beside the store, because SQLite writes 300 MB three times as
-slowly as a file. A row names each file and its digest. The file is on disk before its row, and goes after its row, so
-whatever moment a process dies at, a row never names a file that is not whole; a file that no row names is deleted.
+The tensors of a state or a training and the body of a reply are files beside the store, because SQLite writes 300 MB
+three times as slowly as a file. A row names each file and its digest. The file is on disk before its row, and goes
+after its row, so whatever moment a process dies at, a row never names a file that is not whole; a file that no row
+names is deleted.
 
 The counts of old runs stay, because they are far smaller than the entries of the same requests in the audit log.
 """
@@ -19,7 +20,7 @@ import hashlib
 import os
 import sqlite3
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,8 +42,12 @@ Place = tuple[int, int]
 DURABLE = "PRAGMA synchronous = FULL"
 """What makes a transaction last even if the power fails as soon as it has ended."""
 
-KINDS = {"states": "state-{:06d}-{:03d}.safetensors", "replies": "reply-{:06d}-{:03d}.bin"}
-"""The tables whose rows have a file, and the name of the file of a place."""
+KINDS = {
+    "states": ("state-{:06d}-{:03d}.safetensors", "round, request"),
+    "replies": ("reply-{:06d}-{:03d}.bin", "round, request"),
+    "trainings": ("training-{:06d}-{:03d}-{:02d}-{:d}.safetensors", "round, request, number, steps"),
+}
+"""The tables whose rows have a file: the name of the file, and the columns from which it is made."""
 
 TABLES = {
     "uses": "budget TEXT NOT NULL, at REAL NOT NULL CHECK (typeof(at) = 'real' AND at >= 0), name TEXT NOT NULL",
@@ -64,6 +69,8 @@ TABLES = {
     "PRIMARY KEY (run, client, round, request)",
     "replies": f"{_AT}, use TEXT NOT NULL, header TEXT NOT NULL, digest TEXT NOT NULL, "
     "PRIMARY KEY (run, client, round, request)",
+    "trainings": f"{_AT}, number {_NUMBER.format('number')}, steps {_NUMBER.format('steps')}, use TEXT NOT NULL, "
+    "skeleton TEXT NOT NULL, digest TEXT NOT NULL, PRIMARY KEY (run, client, round, request, number)",
 }
 """The tables, which the device checks whenever it opens the store:
 
@@ -78,6 +85,7 @@ TABLES = {
 - `journals`: the newest request that the client has begun, and up to which request none can come again
 - `states`: the local states from which a request may start
 - `replies`: the replies with noise that may have to be sent again
+- `trainings`: the states of the local trainings of a task that has no reply yet
 """
 
 
@@ -97,24 +105,39 @@ class Memory:
     client: int
     folder: Path
 
-    def write(self, kind: str, place: Place, content: bytes) -> str:
+    def write(self, kind: str, place: tuple[int, ...], fill: Callable[[Path], object]) -> str:
         """Write the file of a row, which this transaction adds. Return the digest.
 
         Args:
-            kind: `states` or `replies`.
-            place: the place of the row.
-            content: the content of the file.
+            kind: the table of the row.
+            place: the values of the columns from which the name of the file is made.
+            fill: writes the content to an empty file.
         """
-        path = self.folder / KINDS[kind].format(*place)
+        path = self.folder / KINDS[kind][0].format(*place)
         draft = path.with_name(f".{path.name}.draft")
         draft.unlink(missing_ok=True)
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        fill(draft)
+        sync(draft)
+        digest = _sha256_of(draft)
         os.replace(draft, path)
         sync(self.folder)
-        return hashlib.sha256(content).hexdigest()
+        return digest
+
+    def checked(self, kind: str, place: tuple[int, ...], digest: str) -> Path:
+        """Return the path of the file of a row.
+
+        Raises:
+            sqlite3.DatabaseError: the file is missing, is a link, or is not the one that the row names.
+        """
+        path = self.folder / KINDS[kind][0].format(*place)
+        try:
+            found = _sha256_of(path)
+        except OSError as error:
+            raise sqlite3.DatabaseError(f"{path} cannot be read: {error}") from error
+        if found != digest:
+            raise sqlite3.DatabaseError(f"{path} is damaged")
+        return path
 
     def read(self, kind: str, place: Place, digest: str) -> bytes:
         """Read the file of a row.
@@ -122,23 +145,15 @@ class Memory:
         Raises:
             sqlite3.DatabaseError: the file is missing, is a link, or is not the one that the row names.
         """
-        path = self.folder / KINDS[kind].format(*place)
-        try:
-            with open(path, "rb", opener=without_links) as file:
-                content = file.read()
-        except OSError as error:
-            raise sqlite3.DatabaseError(f"{path} cannot be read: {error}") from error
-        if hashlib.sha256(content).hexdigest() != digest:
-            raise sqlite3.DatabaseError(f"{path} is damaged")
-        return content
+        return self.checked(kind, place, digest).read_bytes()
 
     def files(self) -> set[str]:
         """Return the names of the files that the rows of this client and run name."""
         of = (self.run, self.client)
         return {
             name.format(*place)
-            for table, name in KINDS.items()
-            for place in self.rows.execute(f"SELECT round, request FROM {table} WHERE run = ? AND client = ?", of)
+            for table, (name, columns) in KINDS.items()
+            for place in self.rows.execute(f"SELECT {columns} FROM {table} WHERE run = ? AND client = ?", of)
         }
 
 
@@ -181,7 +196,7 @@ class DeviceStore:
                     (found,) = rows.execute(f"PRAGMA quick_check({table})").fetchone()
                     if found != "ok":
                         raise sqlite3.DatabaseError(f"the table '{table}' is damaged: {found}")
-                yield Memory(rows, run, client, self._folder_of(run, client))
+                yield Memory(rows, run, client, self.folder_of(run, client))
                 rows.execute("COMMIT")
         except sqlite3.Error as error:
             raise self._unusable(error) from error
@@ -205,7 +220,7 @@ class DeviceStore:
         Raises:
             CheckpointError: the folder cannot be made, or a part of its path is a link.
         """
-        folder = self._folder_of(run, client)
+        folder = self.folder_of(run, client)
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for path in (folder.parent, folder):
@@ -224,7 +239,8 @@ class DeviceStore:
         finally:
             os.close(number)
 
-    def _folder_of(self, run: str, client: int) -> Path:
+    def folder_of(self, run: str, client: int) -> Path:
+        """Return the folder of a client in a run."""
         return self.folder / run / f"client-{client}"
 
     def _make(self) -> None:
@@ -302,6 +318,11 @@ class ClientStore:
             if path.suffix in (".safetensors", ".bin", ".draft") and path.name not in named:
                 with suppress(OSError):  # a later transaction tries again
                     path.unlink()
+
+
+def _sha256_of(path: Path) -> str:
+    with open(path, "rb", opener=without_links) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _plain_folder(path: Path) -> int:
