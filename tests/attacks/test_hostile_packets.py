@@ -20,7 +20,7 @@ from engines.direct import hub_of, joined, played
 from polyfed.core.errors import BadReply, CheckpointError, Diverged
 from polyfed.core.messages import map_tensors
 from polyfed.core.system.files import read_notes
-from polyfed.deploy.device.memory.local_states import begin, keep, prune
+from polyfed.deploy.device.memory.local_states import KEPT_RUNS, KEPT_UNENDED, begin, end, keep, prune
 from polyfed.deploy.device.memory.store import DeviceStore
 from polyfed.deploy.faults import log
 from polyfed.deploy.server.membership import MEMBERS, Membership
@@ -151,7 +151,7 @@ def test_a_device_says_that_the_model_was_broken_before_it_came(tmp_path: Path) 
     assert "the model was broken before it came" in seen[-1]
 
 
-def work(store: DeviceStore, run: str, round: int, kept: int = 0) -> None:
+def work(store: DeviceStore, run: str, round: int, kept: int = 0, *, ends: bool = True) -> None:
     request_id = RequestId(run, 0, round, 0, client=3)
     with store.alone(run, 3) as own:
         assert own is not None
@@ -161,6 +161,22 @@ def work(store: DeviceStore, run: str, round: int, kept: int = 0) -> None:
         with own.transaction() as memory:
             keep(memory, request_id, {"n": torch.tensor(1.0)}, ("a",), kept)
         (own.folder / "egress.jsonl").write_text("row\n")
+    if ends:
+        end(store, run, 3)
+
+
+def test_a_run_that_has_not_ended_goes_on_after_many_others_and_their_number_is_bounded(tmp_path: Path) -> None:
+    """As a job that was paused, or in whose turn a device was away."""
+    store = DeviceStore(tmp_path)
+    work(store, "paused", 1, ends=False)
+    for number in range(KEPT_RUNS + 2):
+        work(store, f"other{number}", 1)
+    work(store, "paused", 2)
+    assert world.kept_states(tmp_path, "paused", 3)
+    for number in range(KEPT_UNENDED + 2):
+        work(store, f"endless{number}", 1, ends=False)
+    left = [path.parents[1].name for path in tmp_path.rglob("state-*")]
+    assert len(left) == KEPT_UNENDED + 1, "and the one that is at work"
 
 
 def test_states_of_old_runs_are_deleted_and_their_ledgers_kept(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from attacks.test_requirements import EXAMPLE, LOCAL, NOISE, SECURE, SPEND, Host
 from engines.devices import Devices
 from polyfed.core.errors import EgressError
 from polyfed.deploy.device import runtime as client_runtime
-from polyfed.deploy.device.memory.local_states import begin, prune
+from polyfed.deploy.device.memory.local_states import begin, end, prune
 from polyfed.deploy.device.memory.repeated_requests import keep_reply, kept_reply, unpaid_rounds
 from polyfed.deploy.device.memory.store import STORE, DeviceStore
 from polyfed.engines.protocol import FAILED, REFUSED, REPLY, RequestId, hello
@@ -287,6 +287,7 @@ def test_only_the_replies_of_the_newest_runs_are_kept(tmp_path: Path) -> None:
             prune(store, request_id.run, 1)
             with own.transaction() as memory:
                 keep_reply(memory, request_id, "use", Packet({"n": number}, body), 0)
+        end(store, request_id.run, 1)
     found = []
     for request_id in ids:
         with store.transaction(request_id.run, 1) as memory:

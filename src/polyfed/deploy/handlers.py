@@ -27,8 +27,10 @@ from polyfed.deploy.device.configuration import (
 )
 from polyfed.deploy.device.data import population_on
 from polyfed.deploy.device.enrolment import enrolment, enrolment_refusal
+from polyfed.deploy.device.memory.local_states import end
 from polyfed.deploy.device.memory.privacy_budget import refuse_spent
 from polyfed.deploy.device.memory.repeated_requests import conditions_of, unpaid_rounds
+from polyfed.deploy.device.memory.store import DeviceStore
 from polyfed.deploy.device.runtime import ClientRuntime
 from polyfed.deploy.faults import Fault, blamed, log, log_event, log_fault, log_problem
 from polyfed.deploy.server.claimed_shapes import without_absent
@@ -225,6 +227,8 @@ def _countersigned(packet: Packet, node: NodeConfig) -> Packet:
     policy = hashlib.sha256(node.rules.text).hexdigest() if node.rules.path else ""
     with blamed("its audit log cannot be signed"):
         told = receipt(AuditLog(node.folder), run, client, unanswered, policy)
+    with blamed("its store cannot be written"):
+        end(DeviceStore(node.folder), run, client)
     return Packet({"verdict": SIGNED, **told})
 
 

@@ -29,8 +29,9 @@ BEFORE: Place = (-1, -1)
 KEPT_LEDGERS = 100
 """Number of the most recent runs whose folders a device keeps, so that new names of runs do not fill its disk."""
 
-KEPT_RUNS = 3
-"""Number of the most recent runs whose states and replies a client keeps."""
+KEPT_RUNS, KEPT_UNENDED = 3, 20
+"""Number of the most recent runs, and of those that have not ended, whose states and replies a client keeps. A job may
+wait or be paused while others run, and needs its states to go on."""
 
 _OF = "run = ? AND client = ?"
 
@@ -109,6 +110,7 @@ def begin(memory: Memory, request_id: RequestId, *, again: bool = False) -> None
             f"DELETE FROM states WHERE {_OF} AND (round, request) >= (?, ?)",
             (memory.run, memory.client, *request_id.place),
         )
+    memory.rows.execute(f"DELETE FROM ended WHERE {_OF}", (memory.run, memory.client))  # it gets more rounds
     _note(memory, Journal(request_id.session, request_id.place, journal_of(memory).floor))
 
 
@@ -145,8 +147,15 @@ def keep(memory: Memory, request_id: RequestId, local: Tree, modalities: tuple[s
         memory.rows.execute(f"DELETE FROM states WHERE {_OF} AND round = ? AND request = ?", (*of, *place))
 
 
+def end(store: DeviceStore, run: str, client: int) -> None:
+    """Note that a run has ended, so that its states need not be kept for long."""
+    if store.begun:
+        with store.transaction(run, client) as memory:
+            memory.rows.execute("INSERT OR REPLACE INTO ended VALUES (?, ?)", (run, client))
+
+
 def prune(store: DeviceStore, run: str, client: int) -> None:
-    """Delete the states and replies of all runs except the `KEPT_RUNS` most recent runs of this client and this run.
+    """Delete the states and replies of old runs of this client: see `KEPT_RUNS`. Those of this run stay.
 
     The ledgers of the `KEPT_LEDGERS` most recent runs stay. The client refuses later requests of all these runs. Older
     folders are deleted: the audit log of the device holds all entries of their ledgers. A run that another process
@@ -160,7 +169,10 @@ def prune(store: DeviceStore, run: str, client: int) -> None:
             for table in ("states", "replies", "trainings")
             for (name,) in memory.rows.execute(f"SELECT DISTINCT run FROM {table} WHERE client = ?", (client,))
         }
-    for name in [name for name in runs if name in full][KEPT_RUNS:]:
+        ended = {name for (name,) in memory.rows.execute("SELECT run FROM ended WHERE client = ?", (client,))}
+    recent = [name for name in runs if name in full]
+    kept = {*recent[:KEPT_RUNS], *[name for name in recent if name not in ended][:KEPT_UNENDED]}
+    for name in [name for name in recent if name not in kept]:
         with store.alone(name, client, wait=False) as own:
             if own is not None and name != run:
                 with own.transaction() as memory:

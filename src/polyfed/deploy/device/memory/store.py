@@ -63,6 +63,7 @@ TABLES = {
     "purposes": f"{_OF_CLIENT}, purpose TEXT NOT NULL, PRIMARY KEY (run, client)",
     "secrets": f"{_OF_CLIENT}, name TEXT NOT NULL, use TEXT NOT NULL, PRIMARY KEY (run, client, name)",
     "unmasked": f"{_AT}, PRIMARY KEY (run, client)",
+    "ended": f"{_OF_CLIENT}, PRIMARY KEY (run, client)",
     "journals": f"{_AT}, session {_NUMBER.format('session')}, floor_round {_NUMBER.format('floor_round')}, "
     f"floor_request {_NUMBER.format('floor_request')}, PRIMARY KEY (run, client)",
     "states": f"{_AT}, modalities TEXT NOT NULL, names TEXT NOT NULL, digest TEXT NOT NULL, "
@@ -82,6 +83,7 @@ TABLES = {
 - `purposes`: the purpose for which a run began
 - `secrets`: digests of the secrets used, with the request that they served or the conditions they were drawn under
 - `unmasked`: the newest request for which the client has revealed shares
+- `ended`: the runs that have ended, as the server has said
 - `journals`: the newest request that the client has begun, and up to which request none can come again
 - `states`: the local states from which a request may start
 - `replies`: the replies with noise that may have to be sent again
