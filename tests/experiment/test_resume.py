@@ -19,7 +19,8 @@ from polyfed.data.sources import Toy
 from polyfed.experiment.recipes.recipe import CheckpointSpec, Recipe
 from polyfed.experiment.recipes.settings import EngineSpec
 from polyfed.experiment.results import records
-from polyfed.experiment.results.records import Records
+from polyfed.engines.protocol import RUN_NAME
+from polyfed.experiment.results.records import Records, run_id
 from polyfed.experiment.running import checkpoint
 from polyfed.experiment.running.assembly import assemble
 from polyfed.experiment.running.events import Emitter
@@ -542,3 +543,10 @@ def test_a_report_that_cannot_be_drawn_takes_no_result_with_it(tmp_path: Path, m
     assert run.result["rounds"] == 1
     assert any("no ink" in text and "polyfed report" in text for text in told)
     assert "run-finished" in told
+
+
+def test_runs_that_start_in_the_same_second_have_different_names() -> None:
+    """Devices keep the states of a run under its name, and a server starts jobs side by side."""
+    names = {run_id(1) for _ in range(100)}
+    assert len(names) == 100
+    assert all(RUN_NAME.fullmatch(name) for name in names)

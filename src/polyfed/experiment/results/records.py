@@ -1,6 +1,7 @@
 """The files of a run's folder: when polyfed writes them, and how a resumed run continues them."""
 
 import json
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -315,8 +316,11 @@ def _recipe_table(text: str) -> dict[str, Any]:
 
 
 def run_id(seed: int) -> str:
-    """The name of a run: its start time and its seed."""
-    return f"{datetime.now(UTC).strftime('%Y%m%dT%H%M%S')}-{seed}"
+    """The name of a run: its start time, its seed, and what tells it from one that starts in the same second.
+
+    Devices keep states and ledgers under this name, so two jobs of one server must never share it.
+    """
+    return f"{datetime.now(UTC).strftime('%Y%m%dT%H%M%S')}-{seed}-{secrets.token_hex(4)}"
 
 
 def _differences(a: dict[str, Any], b: dict[str, Any], head: str = "") -> list[tuple[str, Any, Any]]:
