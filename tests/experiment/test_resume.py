@@ -16,10 +16,10 @@ from polyfed.core import keys
 from polyfed.core.errors import CheckpointError, DataError, EgressError, PolyfedError, RecipeError
 from polyfed.core.system import files as run_files
 from polyfed.data.sources import Toy
+from polyfed.engines.protocol import RUN_NAME
 from polyfed.experiment.recipes.recipe import CheckpointSpec, Recipe
 from polyfed.experiment.recipes.settings import EngineSpec
 from polyfed.experiment.results import records
-from polyfed.engines.protocol import RUN_NAME
 from polyfed.experiment.results.records import Records, run_id
 from polyfed.experiment.running import checkpoint
 from polyfed.experiment.running.assembly import assemble
