@@ -1,6 +1,7 @@
 """One device must neither end nor steer the run of all others. No processes: the devices are called directly."""
 
 import json
+import time
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -92,6 +93,22 @@ def test_a_device_that_contradicts_the_others_is_left_out_with_a_reason(
     told = said(devices, tmp_path / "out", changed(**header), capsys)
     assert words in told
     assert "WARNING polyfed: starting with 2 of 3 clients" in told
+
+
+@pytest.mark.parametrize("known", [3, 4])
+def test_nobody_waits_when_all_registered_devices_have_answered(known: int, tmp_path: Path) -> None:
+    """Those of another version are not asked again. One that has not answered may be a spare."""
+    devices = Devices(tmp_path)
+
+    def other(packet: Packet, config: Mapping[str, Any]) -> Packet:
+        return changed(polyfed="0.0.1")(devices(packet, config))
+
+    transport, began = over(other, 3), time.monotonic()
+    transport.registered = lambda: [f"device {number}" for number in range(known)]
+    transport.vet = Membership(tmp_path).refusal
+    answers = transport.enrol(3, 0.3 if known > 3 else 600.0)
+    assert ["same version" in answer.header["reason"] for answer in answers] == [True] * 3
+    assert (time.monotonic() - began >= 0.3) == (known > 3)
 
 
 def blind(more: str = "") -> Recipe:

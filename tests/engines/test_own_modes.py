@@ -16,7 +16,7 @@ pytest.importorskip("uvicorn", reason="the extra polyfed[server] is not installe
 import polyfed
 from engines.own_devices import own_devices
 from engines.test_own_processes import PATIENCE, OwnFederation
-from polyfed.core.errors import TransportError
+from polyfed.core.errors import TooFewReplies, TransportError
 from polyfed.core.system.files import PUBLIC_KEY
 from polyfed.deploy.app_folder import write_job
 from polyfed.deploy.device.memory.store import STORE
@@ -144,6 +144,14 @@ def test_a_run_gives_what_it_gives_in_one_process(mode: str, tmp_path: Path) -> 
         states = [federation.state(client) for client in range(len(federation.places))]
         certified(federation.credentials, federation.app / "run", states)
     equal(federation.recipe, federation.app / "run", tmp_path / "one")
+
+
+def test_a_run_ends_at_once_when_all_its_devices_have_answered_and_cannot_enrol(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with own_devices(tmp_path, method("fedavg"), policy="[nonsense]\n") as federation:
+        with refuses(TooFewReplies, "policy file"):
+            federation.run()
+    assert time.monotonic() - began < 100, "enrol_seconds are 120"
 
 
 def interrupt(monkeypatch: Any) -> None:

@@ -44,8 +44,8 @@ def run_here(
     model = app / APP_COPY
     texts = (app / RECIPE).read_text(encoding="utf-8"), model.read_text(encoding="utf-8") if model.exists() else ""
     register = Register(credentials)
-    queue, joined, renewed = Queue(credentials / "queue"), register.numbers, register.replaced
-    transport = QueueTransport(queue=queue, app=packed(*texts), joined=joined, renewed=renewed)
+    known = {"joined": register.numbers, "renewed": register.replaced, "registered": register.keys}
+    transport = QueueTransport(queue=Queue(credentials / "queue"), app=packed(*texts), **known)
     try:
         begun(transport.identity)
         serve(app / RECIPE, transport, config, execute)
