@@ -165,7 +165,10 @@ def test_a_column_of_ids_is_no_feature(tmp_path, name):
 def test_ids_may_be_words(tmp_path):
     """A word is the same number in every file, and a word that writes a number is that number."""
     words = [str(row) if row < 3 else f"patient {row}" for row in range(ROWS)]
-    found = table_of(frame().assign(patient=words), Given(ids="patient", modalities={"audio": "audio_*"}))
+    found = table_of({"audio": AUDIO}, Given(labels=LABEL, ids=words))
+    frame().assign(patient=words).to_csv(tmp_path / "mine.csv", index=False)
+    table = polyfed.make_recipe(tmp_path / "mine.csv", ids="patient").data
+    assert table.load().ids.tolist() == found.ids.tolist()
     assert found.ids[:3].tolist() == [0, 1, 2]
     assert len({*found.ids.tolist()}) == ROWS
     assert not found.numbered

@@ -54,9 +54,9 @@ def verify(folder: Path, key: Path | None = None, *, start: int = 0) -> Verified
         raise DataError(f"{error}") from None
     signed_lines = bytes(text[start : head.size]).splitlines()
     rows, seals, times, previous = 0, 0, list[str](), last_hash(path, start) if start else START
-    number = head.lines - len(signed_lines) if start else 0
+    number = before = head.lines - len(signed_lines) if start else 0
     sealed, tree = True, tuple[bytes, ...]()
-    for number, line in enumerate(signed_lines, number + 1):
+    for number, line in enumerate(signed_lines, before + 1):
         row = _row(path, number, line)
         if row.get("previous") != previous:
             raise DataError(
