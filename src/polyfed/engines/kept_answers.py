@@ -65,7 +65,7 @@ class KeptAnswers:
         """Return the answers that were kept of this request, or ask and note what comes.
 
         Args:
-            request: the request.
+            request: gives the place in the run, and the type of the replies.
             packets: the packet to each client.
             sent: called with the clients to which packets leave or have left.
             ask: sends the packets, calls its argument as `sent`, and returns the answers.
