@@ -20,7 +20,7 @@ import polyfed
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDY = ROOT / "studies" / "halving.toml"
-CLASSES = {"digits": 10, "views": 10, "speakers": 2}
+CLASSES = {"digits": 10, "views": 10, "speakers": 2, "sensors": 6}
 
 
 def study() -> dict[str, Any]:

@@ -18,7 +18,7 @@ from polyfed.experiment.running.assembly import Assembly, assemble
 from polyfed.selection import Uniform
 from world import AWKWARD
 
-PRIVATE = {"fedrep", "lg-fedavg", "fedbn"}
+PRIVATE = {"fedrep", "lg-fedavg", "fedbn", "pfedmma"}
 OWN_MODELS = {
     "local", "fedamp", "fedfomo", "pfmml", "fedgkt", "creamfl", "vfl", "fedmsplit", "fedproto original",
     "fedavg-ft", "ditto", "apfl", "pfedme", "mfedmc", "fedcouncil", "pepsy", *PRIVATE,

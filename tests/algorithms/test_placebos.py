@@ -46,6 +46,7 @@ CASES = [
     ("ditto", "initial"),
     ("apfl", "initial"),
     ("pfedme", "initial"),
+    ("pfedmma", "initial"),
     ("fedcouncil", "random"),
     ("fedbn", "random"),
     ("fedrep", "initial"),

@@ -75,7 +75,7 @@ METHODS: dict[str, dict[str, Any]] = {name: {} for name in ALGORITHMS} | {
 def made(fusion: str, head: tuple[int, ...], encoder: str, method: str = "fedavg", **changes: Any) -> Recipe:
     """Two steps in each of two rounds of one client, whose parameters come back to it after the first round."""
     shape = (16, 4) if encoder == "conv-gru" else (5,)
-    lr = 0.005 if fusion == "controlled" else 0.05  # its layers multiply each other, and the parameters are large
+    lr = 0.005 if fusion in ("controlled", "adapted") else 0.05  # their layers multiply, and the parameters are large
     train = changes.pop("train", Train(lr=lr, batch_size=8, epochs=0, steps=2))
     return Recipe(
         data=Toy(rows=40, classes=3, shapes={"a": shape, "b": shape}, snr={}),

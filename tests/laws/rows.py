@@ -53,6 +53,7 @@ ROWS: dict[str, Row] = {
     "ditto": Row(),
     "apfl": Row(),
     "pfedme": Row({"lam": 5.0, "inner_steps": 2}),
+    "pfedmma": Row(),
     "fedcouncil": Row({"modality_loss": 0.5, "modulation": 0.5, "dropout": 0.2}, clients=VALIDATED),
     "cmsfed": Row({"ratio_rule": "threshold", "dominance_threshold": 1.0}, PROTOTYPES),
     "fedmsplit": Row(),

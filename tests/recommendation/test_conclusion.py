@@ -119,6 +119,8 @@ def test_of_methods_that_are_alike_the_simplest_is_taken() -> None:
     cheap = arm("moon", [0.81, 0.83, 0.80, 0.82], round_bytes=1.0)
     dear = arm("scaffold", [0.82, 0.83, 0.80, 0.82], round_bytes=2.0)
     assert concluded([dear, cheap], ACCURACY, {}, {}, order=[dear, cheap]).choice is cheap
+    unmeasured = arm("scaffold", [0.82, 0.83, 0.80, 0.82])
+    assert concluded([unmeasured, cheap], ACCURACY, {}, {}, order=[unmeasured, cheap]).choice is cheap
     single = arm("fedprox", [0.9])
     assert concluded([single, arm("fedavg", [0.8])], ACCURACY, {}, {}, order=[single, base]).choice is single
 

@@ -51,6 +51,7 @@ from polyfed.algorithms.personal.fedfomo import FedFomo
 from polyfed.algorithms.personal.fedrep import FedRep
 from polyfed.algorithms.personal.lg_fedavg import LgFedAvg
 from polyfed.algorithms.personal.pfedme import PFedMe
+from polyfed.algorithms.personal.pfedmma import PFedMma
 from polyfed.algorithms.pfmml.pfmml import Pfmml
 from polyfed.algorithms.split.split_learning import SplitLearning
 from polyfed.algorithms.split.splitfed import SplitFed
@@ -82,6 +83,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "ditto": Ditto,
     "apfl": Apfl,
     "pfedme": PFedMe,
+    "pfedmma": PFedMma,
     "fedcouncil": FedCouncil,
     "cmsfed": CmsFed,
     "fedmsplit": FedMSplit,

@@ -13,7 +13,7 @@ from polyfed.core.tree import SHARED, Tree, block_of, select, under
 from polyfed.model.checks import check_entries, refuse_state
 from polyfed.model.encoders.catalogue import Custom
 from polyfed.model.encoders.spec import EncoderSpec, Shape
-from polyfed.model.fusion import FUSIONS, Attention, Concat, Controlled, CrossModal, Fusion, Gated, Sum
+from polyfed.model.fusion import FUSIONS, Adapted, Attention, Concat, Controlled, CrossModal, Fusion, Gated, Sum
 from polyfed.model.model import Block, Model
 from polyfed.model.modules.layer_replacement import adopt
 from polyfed.model.modules.layers import Rows
@@ -155,6 +155,7 @@ def _shared_factory(spec: ModelSpec, num_classes: int, read: tuple[str, ...], ro
     common = (spec.embedding, spec.head, num_classes, spec.dropout)
     makers: dict[str, Callable[[], Fusion]] = {
         "concat": lambda: Concat(*common),
+        "adapted": lambda: Adapted(*common),
         "sum": lambda: Sum(*common),
         "gated": lambda: Gated(*common, gate=read[0]),
         "attention": lambda: Attention(*common, hidden=spec.attention_hidden, heads=spec.attention_heads),

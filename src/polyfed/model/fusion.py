@@ -133,6 +133,53 @@ class Concat(Fusion):
         return nn.functional.linear(z, part.weight, self.bias * share)  # type: ignore[arg-type]
 
 
+class Adapter(nn.Module):
+    """A modality's part of the fusion `adapted`: projections down and up, and the map to the first fusion layer.
+
+    The adapter is a quarter as wide as the embedding. `up` starts at zero, so the adapter changes nothing at first.
+    """
+
+    def __init__(self, embedding: int, width: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(embedding, adapter_width(embedding))
+        self.up = nn.Linear(adapter_width(embedding), embedding)
+        self.top = nn.Linear(embedding, width, bias=False)
+        nn.init.zeros_(self.up.weight)
+        nn.init.zeros_(self.up.bias)
+
+
+class Adapted(Concat):
+    """pFedMMA: an adapter behind each encoder, whose middle projection all modalities share; then `concat`.
+
+    Source: Ghiasvand, Alizadeh, Pedarsani, "pFedMMA: Personalized Federated Fine-Tuning with Multi-Modal Adapter for
+    Vision-Language Models", ICLR 2026; docs/algorithms/pfedmma.md has the equations.
+    """
+
+    def __init__(self, embedding: int, head: tuple[int, ...], classes: int, dropout: float) -> None:
+        super().__init__(embedding, head, classes, dropout)
+        self.linear = False
+        self.between = nn.Linear(adapter_width(embedding), adapter_width(embedding))
+
+    @staticmethod
+    @override
+    def part(embedding: int, width: int) -> nn.Module:
+        return Adapter(embedding, width)
+
+    @override
+    def joint(self, parts: Parts, z: Features, present: Features) -> Tensor:
+        """The output of the first layer, (B, J); see `Fusion.joint`."""
+        total: Tensor = self.bias
+        adapted: dict[str, Tensor] = {}
+        for name, value in masked(z, present).items():
+            part = parts[name]
+            assert isinstance(part, Adapter)
+            middle = torch.relu(self.between(torch.relu(part.down(value))))
+            adapted[name] = value + part.up(middle)
+        for name, value in masked(adapted, present).items():
+            total = torch.addmm(total, value, parts[name].top.weight.t())  # type: ignore[union-attr, operator]
+        return total
+
+
 class Sum(Fusion):
     """The sum of the embeddings, followed by the head. All modalities share all parameters of this fusion."""
 
@@ -354,6 +401,7 @@ class Controlled(WholeRow):
 
 FUSIONS: dict[str, type[Fusion]] = {
     "concat": Concat,
+    "adapted": Adapted,
     "sum": Sum,
     "gated": Gated,
     "attention": Attention,
@@ -361,6 +409,11 @@ FUSIONS: dict[str, type[Fusion]] = {
     "controlled": Controlled,
 }
 """The fusions that a recipe can name."""
+
+
+def adapter_width(embedding: int) -> int:
+    """Return the width of the adapters of the fusion `adapted`."""
+    return max(1, embedding // 4)
 
 
 def mlp(widths: tuple[int, ...], dropout: float) -> list[nn.Module]:

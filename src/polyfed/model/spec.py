@@ -32,8 +32,9 @@ class ModelSpec:
     """The model to build: one encoder for each modality, and a fusion that turns their embeddings into logits.
 
     Attributes:
-        fusion: `concat`, `sum`, `gated`, `attention`, `cross-modal` or `controlled` (`polyfed.model.fusion`), or your
-            own class that extends `polyfed.model.Fusion`, as `package.module:Class`; in Python, also the class itself.
+        fusion: `concat`, `adapted`, `sum`, `gated`, `attention`, `cross-modal` or `controlled`
+            (`polyfed.model.fusion`), or your own class that extends `polyfed.model.Fusion`, as `package.module:Class`;
+            in Python, also the class itself.
         embedding: width of every encoder's output.
         head: sizes of the hidden layers between fusion and logits, each followed by ReLU.
         dropout: dropout probability after each hidden layer of the head (0.1 in FedMultimodal).

@@ -323,7 +323,7 @@ def simplest(order: Sequence[Arm]) -> Arm:
         return arm is order[0] or (len(gaps) > 1 and abs(mean) <= spread / len(gaps) ** 0.5)
 
     kept = [arm for arm in order if alike(arm)]
-    return min(kept, key=lambda arm: (arm.name != "fedavg", arm.round_bytes or 0.0, order.index(arm)))
+    return min(kept, key=lambda arm: (arm.name != "fedavg", arm.bytes_to_compare, order.index(arm)))
 
 
 def differences(one: Mapping[int, float], other: Mapping[int, float]) -> list[float]:

@@ -118,6 +118,11 @@ class Arm:
     same: str = ""
 
     @property
+    def bytes_to_compare(self) -> float:
+        """Bytes of a round; a method that was not measured counts as the most expensive."""
+        return math.inf if self.round_bytes is None else self.round_bytes
+
+    @property
     def rank(self) -> int:
         """Who keeps the time if it is short: FedAvg, then methods that were asked for, then the others."""
         return 0 if self.name == "fedavg" else 1 if self.named else 3 if self.role in ("floor", "ceiling") else 2
@@ -431,7 +436,8 @@ class Pilot:
         """Return why a run of a method exceeds the budget, or ""."""
         if arm.role != "candidate":
             return ""
-        total = (arm.round_bytes or 0.0) * self.rounds
+        assert arm.round_bytes is not None  # measured by the probe
+        total = arm.round_bytes * self.rounds
         if (most := self.limits.get("bytes")) is not None and total > most:
             return f"its run sends {total:,.0f} bytes in both directions, and the budget is {most:,.0f}"
         if (most := self.limits.get("seconds")) is not None and arm.seconds > most:
@@ -581,7 +587,7 @@ class Pilot:
         """Return a key that sorts the best method first; of equal ones, the one with fewer bytes."""
         assert self.metric is not None
         sign = 1 if self.metric.lowest else -1
-        return sign * arm.mean, arm.round_bytes or 0.0, arm.name
+        return sign * arm.mean, arm.bytes_to_compare, arm.name
 
     def subsets(self, arm: Arm) -> dict[str, dict[int, float]]:
         """Run the chosen method once more, scored from every subset of the modalities.

@@ -15,9 +15,9 @@ from polyfed.federation.context import ClientContext
 from polyfed.model import Model
 from polyfed.training.optimisers import Train
 
-HEAD, ENCODERS, NORMS = "head", "encoders", "norms"
-"""Words that the option `private` accepts besides block names: everything after the encoders, all encoders, and all
-normalisation layers, wherever they are."""
+HEAD, ENCODERS, NORMS, PROJECTIONS = "head", "encoders", "norms", "projections"
+"""Words that the option `private` accepts besides block names: everything after the encoders, all encoders, all
+normalisation layers, wherever they are, and the modalities' own projections in the fusion `adapted`."""
 
 PRIVATE, TUNED = "@private", "@tuned"
 """Prefixes in a client's local state: its private parameters, and its model after fine-tuning. No modality can have a
@@ -69,8 +69,8 @@ def names_of(words: Iterable[str], model: Model) -> frozenset[str]:
     """Return the names of the parameters and buffers that the words of the option `private` select.
 
     Args:
-        words: `shared`, modalities, `head`, `encoders` or `norms`. A modality with one of the last three names has
-            precedence.
+        words: `shared`, modalities, `head`, `encoders`, `norms` or `projections`. A modality with one of the last four
+            names has precedence.
 
     Raises:
         RecipeError: a word matches nothing in the model.
@@ -78,6 +78,7 @@ def names_of(words: Iterable[str], model: Model) -> frozenset[str]:
     head, found = frozenset(model.head()), set[str]()
     everything = model.names(model.modalities)
     groups = {HEAD: head, ENCODERS: frozenset(everything) - head, NORMS: model.norm_names}
+    groups[PROJECTIONS] = frozenset(n for m in model.modalities for n in model.head_slice(m) if _projects(n))
     groups |= {block: frozenset(n for n in everything if block_of(n) == block) for block in (*model.modalities, SHARED)}
     for word in words:
         if word not in groups:
@@ -99,6 +100,11 @@ def names_of(words: Iterable[str], model: Model) -> frozenset[str]:
             )
         found |= groups[word]
     return frozenset(found)
+
+
+def _projects(name: str) -> bool:
+    """Whether a name of a modality's part of the fusion is a projection of an adapter (`model.fusion.Adapter`)."""
+    return name.split(".")[2] in ("down", "up")
 
 
 def refuse_all_private(words: Iterable[str], model: Model) -> None:

@@ -11,6 +11,7 @@ The hooks, in the order in which they are called (`Algorithm` in `base.py` has m
 | `outgoing` | server | every round, after the cohort is chosen | `Broadcast(state.params)` to every client |
 | `kept_at_start` | client | before local training, with private blocks | those that the last round left |
 | `tuned_from` | client | before fine-tuning | the model that the client uses |
+| `trained_names` | client | before local training | None: all parameters train |
 | `direction` | client | before local training | None: the optimiser uses the unchanged gradient |
 | `loss` | client | in every step of local training | `context.loss`; for classes, the cross-entropy of the logits |
 | `reply` | client | after local training | `Update` with the trained parameters; the local state does not change |
@@ -24,7 +25,7 @@ Private blocks (`private`) stay on the client, in its local state. The hooks see
 server's message nor the reply contains the private blocks (`private_blocks.py`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -107,7 +108,8 @@ class Averaging(Algorithm[A]):
         selector: the rule from the [selection] section that chooses which clients take part.
         server: how the server uses the mean, as set in the [server] section.
         private: blocks that every client keeps and never sends: `shared`, a modality, `head` (everything after the
-            encoders), `encoders` or `norms` (all normalisation layers); see docs/algorithms/private-blocks.md.
+            encoders), `encoders`, `norms` (all normalisation layers) or `projections` (the fusion `adapted`); see
+            docs/algorithms/private-blocks.md.
         private_epochs: epochs in which a client trains only its private blocks, and afterwards only the others, as in
             FedRep; 0 trains all together, as in FedPer.
         fine_tune: epochs in which every client trains a copy of its model after the last round, before the last
@@ -225,6 +227,10 @@ class Averaging(Algorithm[A]):
         """What `loss` computes in a step, for simulated time; override it if `loss` calls the model more than once."""
         return ONCE
 
+    def trained_names(self, context: ClientContext) -> Collection[str] | None:
+        """Return the names of the parameters that train; None for all."""
+        return None
+
     def kept_at_start(self, context: ClientContext, kept: Tree) -> Tree:
         """Return the private parameters with which a client starts a round.
 
@@ -316,7 +322,7 @@ class Averaging(Algorithm[A]):
         def loss(w: Tree, batch: Batch) -> Any:
             return self.loss(context, w, batch, whole, own)
 
-        start, only = whole.params, None
+        start, only = whole.params, self.trained_names(context)
         if kept and self.private_epochs:  # first the private parameters alone, then the others alone
             train = private_blocks.epochs_of(self.local_train, self.private_epochs)
             start = data.minimise(
@@ -327,7 +333,7 @@ class Averaging(Algorithm[A]):
                 stream=private_blocks.PRIVATE_STREAM,
                 passes=self.passes,
             ).params
-            only = start.keys() - kept.keys()
+            only = set(start if only is None else only) - kept.keys()
         directed = self.direction(context, data, whole, own)
         direction, carry = directed if directed is not None else (None, None)
         fit = data.minimise(
@@ -349,6 +355,7 @@ class Averaging(Algorithm[A]):
             lambda w, batch: Averaging.loss(self, context, w, batch, whole, {}),
             self.tuned_from(context, whole.params),
             train=private_blocks.epochs_of(self.train, self.fine_tune),
+            only=self.trained_names(context),
             stream=private_blocks.TUNE_STREAM,
         )
         return Tuned(), local | nested(private_blocks.TUNED, fit.params)

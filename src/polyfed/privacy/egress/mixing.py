@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from polyfed.core.batch import Batch
 from polyfed.core.tree import SHARED, Tree, block_of
 from polyfed.model import Model
-from polyfed.model.fusion import FUSIONS, Concat, Sum
+from polyfed.model.fusion import FUSIONS, Adapted, Concat, Sum
 from polyfed.model.whole_module import WholeModel
 from polyfed.objective import Objective
 from polyfed.privacy.differential.mechanism import Mechanism
@@ -120,6 +120,8 @@ def _in_model(model: Model, name: str, other: str) -> str:
         return 'fusion = "concat" passes their sum through the hidden layers of the head; [model] head = [] avoids this'
     if fusion is Sum:
         return f'fusion = "sum" trains the same output layers with all of them; {AVOIDS}'
+    if fusion is Adapted:
+        return f'fusion = "adapted" passes each of them through one shared projection; {AVOIDS}'
     if named := [name for name, cls in FUSIONS.items() if cls is fusion and cls is not Concat]:
         return f'fusion = "{named[0]}" multiplies them by each other; {AVOIDS}'
     what = "module" if isinstance(model, WholeModel) else "model"
