@@ -17,12 +17,14 @@ from engines.devices import Devices
 from polyfed.cli import main
 from polyfed.core.errors import CheckpointError, DataError, TooFewReplies
 from polyfed.core.messages import Crossing
+from polyfed.core.system import mapping
 from polyfed.core.system.files import AUDIT, PUBLIC_KEY
 from polyfed.deploy.device import runtime as client_runtime
 from polyfed.privacy.egress.audit_log import log as audit_log
 from polyfed.privacy.egress.audit_log.log import HEAD, PRIVATE_KEY, START, AuditLog
+from polyfed.privacy.egress.audit_log.receipts import ledgers, log_rows, receipt, start_of
 from polyfed.privacy.egress.audit_log.verification import verify
-from polyfed.privacy.egress.ledger import Entry
+from polyfed.privacy.egress.ledger import NO_RUN, Entry
 from refusals import refuses
 
 PARTS = tuple(Crossing("params", "parameters", block, "float32", (2,), 8) for block in ("a", "b"))
@@ -93,6 +95,35 @@ def unsealed(rows: list[str]) -> list[str]:
 
 def half(rows: list[str]) -> list[str]:
     return [*rows[:7], rows[7][:20], *rows[8:]]
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_receipt_takes_the_lines_since_its_run_began(large: bool, tmp_path: Path, monkeypatch: Any) -> None:
+    """Also what was told at enrolment, before the run had a name; an earlier run costs no time."""
+    monkeypatch.setattr(mapping, "LARGE", 1 if large else 2**20)
+    log = written(tmp_path)
+    for run in ("run-2", "run-3"):
+        log.append([entry(0)], NO_RUN)
+        log.append([entry(0)], NO_RUN)
+        for round in (1, 2):
+            log.append([entry(round, "client"), entry(round)], run)
+        log.append([entry(3)], "run-1")  # a job beside it
+    path = tmp_path / AUDIT
+    rows = log_rows(path)
+    for run, least in (("run-1", 0), ("run-2", 20), ("run-3", 20 + 19), ("run-4", len(rows))):
+        found = log_rows(path, start_of(path, run))
+        assert found == rows[least:]
+        assert ledgers(found, run) == ledgers(rows, run)
+    text = path.read_text()
+    path.write_text(text.replace('"round":2', '"round":9', 1))  # of run-1
+    assert receipt(log, "run-3", 4, [], "")["receipt"]["root"] == ledgers(rows, "run-3")[4].root
+    with refuses(DataError, "line"):
+        receipt(log, "run-1", 4, [], "")
+    with refuses(DataError, "line"):
+        verify(tmp_path)
+    path.write_text(text[:-1000] + text[-1000:].replace('"round":3', '"round":9', 1))
+    with refuses(DataError, "line"):
+        receipt(log, "run-3", 4, [], "")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import json
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,27 @@ def test_a_device_that_contradicts_the_others_is_left_out_with_a_reason(
     told = said(devices, tmp_path / "out", changed(**header), capsys)
     assert words in told
     assert "WARNING polyfed: starting with 2 of 3 clients" in told
+
+
+@pytest.mark.parametrize("known", [3, 4])
+def test_nobody_waits_when_all_registered_devices_have_answered(known: int, tmp_path: Path) -> None:
+    """Those of another version are not asked again. One that has not answered may be a spare."""
+    devices = Devices(tmp_path)
+
+    def other(packet: Packet, config: Mapping[str, Any]) -> Packet:
+        return changed(polyfed="0.0.1")(devices(packet, config))
+
+    transport, heard = over(other, 3), list[int]()
+    transport.registered = lambda: [f"device {number}" for number in range(known)]
+    transport.vet = Membership(tmp_path).refusal
+
+    def patient(answers: Sequence[Packet]) -> bool:
+        heard.append(len(answers))
+        return heard.count(3) == 3
+
+    answers = transport.enrol(3, 600.0, patient)
+    assert ["same version" in answer.header["reason"] for answer in answers] == [True] * 3
+    assert heard.count(3) == (3 if known > 3 else 1)
 
 
 def blind(more: str = "") -> Recipe:

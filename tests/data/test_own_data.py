@@ -162,6 +162,25 @@ def test_a_column_of_ids_is_no_feature(tmp_path, name):
     assert table_of(again.drop(columns="client"), Given(clients=name)).client[:4].tolist() == [0, 0, 1, 1]
 
 
+def test_ids_may_be_words(tmp_path):
+    """A word is the same number in every file, and a word that writes a number is that number."""
+    words = [str(row) if row < 3 else f"patient {row}" for row in range(ROWS)]
+    found = table_of({"audio": AUDIO}, Given(labels=LABEL, ids=words))
+    frame().assign(patient=words).to_csv(tmp_path / "mine.csv", index=False)
+    table = polyfed.make_recipe(tmp_path / "mine.csv", ids="patient").data
+    assert table.load().ids.tolist() == found.ids.tolist()
+    assert found.ids[:3].tolist() == [0, 1, 2]
+    assert len({*found.ids.tolist()}) == ROWS
+    assert not found.numbered
+    np.savez(tmp_path / "mine.npz", audio=AUDIO[::-1], label=LABEL, id=np.array([f" {word} " for word in words[::-1]]))
+    recipe = polyfed.make_recipe(tmp_path / "mine.npz", modalities=["audio"])
+    assert recipe.data.load().ids.tolist() == found.ids.tolist()[::-1]
+    with refuses(DataError, "such as P"):
+        table_of({"audio": AUDIO}, Given(labels=LABEL, ids=["P", "P ", *words[2:]]))
+    with refuses(DataError, "is empty in"):
+        table_of({"audio": AUDIO}, Given(labels=LABEL, ids=["", *words[1:]]))
+
+
 def test_a_class_without_training_rows_is_warned_about():
     label, split = np.where(np.arange(ROWS) < 30, LABEL % 2, 2), np.where(np.arange(ROWS) < 30, "train", "test")
     recipe = polyfed.make_recipe({"audio": AUDIO}, labels=label, split=split, clients=2)

@@ -34,6 +34,7 @@ class EdgeDevices:
         recipe: its text.
         policies: silo -> text of its edge's policy file.
         count: silo -> number of devices for which its edge waits.
+        more: further keys of each table [[device]].
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class EdgeDevices:
         recipe: str,
         policies: dict[int, str] | None = None,
         count: Callable[[int], int] = lambda silo: 2,
+        more: dict[str, Any] | None = None,
     ) -> None:
         self.folder, self.recipe = folder, folder / "recipe.toml"
         self.recipe.write_text(recipe)
@@ -65,7 +67,7 @@ class EdgeDevices:
                 file["policy"] = "policy.toml"
             (place / "edge.toml").write_text(tomli_w.dumps(file))
             self.edges.append(edge_file(place / "edge.toml"))
-            keyed = [{"key": f"{credentials}/node-{n}.key"} | table for n, table in enumerate(own)]
+            keyed = [{"key": f"{credentials}/node-{n}.key"} | table | (more or {}) for n, table in enumerate(own)]
             head = {"server": self._address(self.hubs[-1]), "ca": f"{credentials}/ca.pem"}
             (place / "devices.toml").write_text(tomli_w.dumps(head | {"device": keyed}))
             self.devices.append(device_file(place / "devices.toml"))

@@ -1,5 +1,6 @@
 """A federation of silos whose edges are processes of their own gives what it gives in one process."""
 
+import hashlib
 import json
 import random
 import time
@@ -21,6 +22,8 @@ from engines.edge_devices import EdgeDevices, edge_devices
 from engines.test_own_modes import SILOS
 from polyfed.core.errors import DataError, EgressError, RecipeError, TooFewReplies
 from polyfed.core.system.files import AUDIT
+from polyfed.data.reading.row_facts import number_of
+from polyfed.deploy.device.data import pseudonyms
 from polyfed.deploy.edge.edge_file import edge_file
 from polyfed.deploy.local_federation import LocalFederation
 from polyfed.deploy.server.queued_run import run_here
@@ -153,6 +156,49 @@ def test_ids_that_overlap_nowhere_end_the_run_in_a_sentence_without_ids(tmp_path
             federation.run()
         assert str(CANARY)[:9] not in str(refused.value)
         assert str(CANARY)[:9] not in "".join(path.read_text() for path in (federation.app / "run").glob("*.json*"))
+
+
+def test_an_edge_matches_rows_by_pseudonyms_and_reads_no_id(tmp_path: Path) -> None:
+    """Ids are words, and two devices of a silo share some of their samples."""
+    (tmp_path / "silo.key").write_text("0123456789abcdef" * 4)
+    text = EDGES.replace('"hfm"', '"hfm"\noverlap = "common"')
+    with edge_devices(tmp_path, text, more={"id_key": str(tmp_path / "silo.key")}) as federation:
+        with_canaries(federation)
+        words = list[str]()
+        for number, place in enumerate(federation.places):
+            with np.load(place / "data.npz") as arrays:
+                kept = dict(arrays)
+            names = [f"patient {one}" for one in kept["id"]]
+            names[: 10 * number] = [f"other {one} of {number}" for one in kept["id"][: 10 * number]]
+            np.savez(place / "data.npz", **kept | {"id": np.array(names)})
+            words += names
+        with heard(federation) as (_, *edges):
+            federation.run()
+    at_edges = b"".join(json.dumps(packet.header).encode() + packet.body for own in edges for packet in own)
+    plain = {number_of(hashlib.sha256(word.encode())) for word in words}
+    assert not any(one.to_bytes(8, "little") in at_edges or str(one).encode() in at_edges for one in plain)
+    assert b"patient" not in at_edges
+    for own, common in zip(edges, (38, 18), strict=True):
+        a, b = ({*np.frombuffer(body, np.int64)} for kind, field, body in parts(own) if (kind, field) == ("ids", "ids"))
+        assert (len(a), len(b), len(a & b)) == (48, 48, common), "what the words share"
+
+
+@pytest.mark.parametrize("key", ["", "short"])
+def test_a_key_of_pseudonyms_that_cannot_be_used_is_named_on_the_device(key: str, tmp_path: Path) -> None:
+    path = tmp_path / "silo.key"
+    if key:
+        path.write_text(key)
+    with refuses(DataError, "openssl rand"):
+        pseudonyms(torch.arange(3), path)
+
+
+def test_another_key_gives_other_pseudonyms(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).write_text(name * 32)
+    a, b = (pseudonyms(torch.arange(100), tmp_path / name) for name in "ab")
+    assert not {*a.tolist()} & {*b.tolist()}
+    assert torch.equal(a, pseudonyms(torch.arange(100), tmp_path / "a"))
+    assert bool((a >= 0).all())
 
 
 def test_an_edge_without_its_silo_says_who_is_missing(tmp_path: Path) -> None:

@@ -16,14 +16,16 @@ pytest.importorskip("uvicorn", reason="the extra polyfed[server] is not installe
 import polyfed
 from engines.own_devices import own_devices
 from engines.test_own_processes import PATIENCE, OwnFederation
-from polyfed.core.errors import TransportError
+from polyfed.core.errors import TooFewReplies, TransportError
 from polyfed.core.system.files import PUBLIC_KEY
 from polyfed.deploy.app_folder import write_job
 from polyfed.deploy.device.memory.store import STORE
+from polyfed.deploy.server.server import ANSWERS
 from polyfed.engines.protocol import RUN_NAME
 from polyfed.engines.queued import QueueTransport
 from polyfed.experiment.certificate import certify, verify_certificate
 from polyfed.experiment.evaluate import job_of
+from polyfed.report import reconcile
 from refusals import refuses
 
 BASE = """
@@ -146,18 +148,43 @@ def test_a_run_gives_what_it_gives_in_one_process(mode: str, tmp_path: Path) -> 
     equal(federation.recipe, federation.app / "run", tmp_path / "one")
 
 
-def interrupt(monkeypatch: Any) -> None:
-    """End the first run after three enrolments and two replies of round 1."""
+def test_a_run_ends_at_once_when_all_its_devices_have_answered_and_cannot_enrol(tmp_path: Path) -> None:
+    began = time.monotonic()
+    policy = "[nonsense]\n"
+    with own_devices(tmp_path, method("fedavg"), policy=policy) as made, refuses(TooFewReplies, "policy file"):
+        made.run()
+    assert time.monotonic() - began < 100, "enrol_seconds are 120"
+
+
+def interrupt(monkeypatch: Any, answers: int = 5) -> None:
+    """End the first run after so many answers: three enrolments, and two replies of round 1."""
     pull, came = QueueTransport.pull, list[Any]()
 
     def breaking(self: QueueTransport, identities: Any, limit: int) -> Any:
         before = len(came)
         came.extend(found := pull(self, identities, limit))
-        if before < 5 <= len(came):
+        if before < answers <= len(came):
             raise TransportError("the end")
         return found
 
     monkeypatch.setattr(QueueTransport, "pull", breaking)
+
+
+@pytest.mark.parametrize("answers", [5, 8, 14, 16, 18, 31])
+def test_a_run_whose_masks_were_revealed_goes_on(answers: int, tmp_path: Path, monkeypatch: Any) -> None:
+    """Three answers each: to enrol, advertise, share, deliver, update and unmask. It ends within the last two."""
+    text = method("fedavg", "[secure_aggregation]\n").replace("personal_test = 0.3\n", "")
+    interrupt(monkeypatch, answers)
+    with own_devices(tmp_path, text) as federation:
+        with refuses(TransportError, "the end"):
+            federation.run()
+        federation.run()
+        states = [federation.state(client) for client in range(3)]
+        found = reconcile(federation.app / "run", states)
+        assert not found.findings
+        assert any("drawn again" in remark for remark in found.remarks) == (answers < 12)
+        assert not (federation.app / "run" / ANSWERS).exists()
+    equal(federation.recipe, federation.app / "run", tmp_path / "one")
 
 
 def test_noise_of_the_devices_is_booked_once_although_the_run_was_interrupted(tmp_path: Path, monkeypatch: Any) -> None:

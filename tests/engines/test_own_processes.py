@@ -3,11 +3,13 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +107,8 @@ class OwnFederation:
         """What Python runs as the command `polyfed`."""
         return ["-m", "polyfed"]
 
-    patience = PATIENCE
-    """Seconds for which `until` waits."""
+    patience, pause = PATIENCE, 0.05
+    """Seconds for which `until` waits, and between two looks."""
 
     options: Sequence[str] = ()
     """Further options of `polyfed server`."""
@@ -153,7 +155,7 @@ class OwnFederation:
         end = time.monotonic() + self.patience
         while not done():
             assert time.monotonic() < end, f"waited for {what}: {[self.log(name)[-2000:] for name in self.processes]}"
-            time.sleep(0.05)
+            time.sleep(self.pause)
 
     def began(self) -> None:
         for name in ("server", *self.files):
@@ -215,6 +217,63 @@ def test_a_run_over_the_own_transport_equals_a_simulation(begun: Callable[..., O
     assert federation.processes["server"].wait(30) in (0, -signal.SIGTERM)
     with refuses(TransportError, "no server uses"):
         submit(federation.app, federation.credentials, {})
+
+
+KEPT_SECONDS, SPARE_SECONDS = 0.5, 3.0
+"""How often a device keeps the state of a training, and how much later it may be on a machine with other work."""
+
+LONG = (
+    RECIPE.format(rounds=1)
+    .replace("num = 3", "num = 1")
+    .replace('holdings = [["a", "b"], ["a"], ["b"]]\n', "")
+    .replace("[8]", "[256, 256]")
+    .replace('"scaffold"', '"fedavg"')
+    .replace("lr = 0.1", 'lr = 0.001\noptimiser = "adam"\nsteps = 5000')
+)
+"""One client trains for some ten seconds."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_device_that_is_killed_while_it_trains_loses_only_the_last_seconds(
+    begun: Callable[..., OwnFederation],
+) -> None:
+    """The process of the task, that of the device, and all of them as in a power failure, each in one training."""
+    federation = begun(1, recipe=LONG, more=lambda client: f"checkpoint_seconds = {KEPT_SECONDS}\n")
+    run, chance, steps = federation.start("run"), random.Random(1), [0]
+
+    def kept() -> dict[int, float]:
+        """When the device has kept the state of its training after so many steps."""
+        found = {}
+        for path in federation.folder.rglob("training-*"):
+            with suppress(FileNotFoundError):  # another one has just replaced it
+                found[int(path.stem.rpartition("-")[2])] = path.stat().st_mtime
+        return found
+
+    def resumed() -> list[int]:
+        return [0, *map(int, re.findall(r"goes on after step (\d+)", federation.log("device-0")))]
+
+    for victim in ("worker", "device", "all"):
+        federation.until(lambda: max(kept(), default=0) > steps[-1], "a kept state")  # noqa: B023  called at once
+        time.sleep(chance.uniform(1.0, 2.0))
+        device = psutil.Process(federation.processes["device-0"].pid)
+        (tasks,) = device.children()
+        for one in {"worker": tasks.children(), "device": [device], "all": [device, tasks, *tasks.children()]}[victim]:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+        lost = time.time() - min(kept().values())  # of two, the later one may not be whole
+        assert lost < KEPT_SECONDS + SPARE_SECONDS, "what is not kept is lost"
+        assert run.poll() is None
+        if victim != "worker":
+            federation.processes["device-0"].wait()
+            federation.start("device-0")
+        federation.until(lambda: len(resumed()) > len(steps), "the same training")  # noqa: B023
+        steps = resumed()
+    assert run.wait(PATIENCE) == 0, federation.log("run")
+    assert steps == sorted({*steps}), "no kill has thrown it back"
+    assert len(steps) == 1 + 3
+    assert federation.outcome() == federation.undisturbed()
+    assert not kept(), "the states go with the reply"
 
 
 @pytest.mark.slow

@@ -121,6 +121,7 @@ class PatientTransport(ABC):
             `device` is the fingerprint of the device's key.
         joined: returns the client number of each device that joined with a token, by the fingerprint of its key.
         renewed: returns the present key of each device that has replaced its key, by the fingerprint of every old one.
+        registered: returns the present keys of all devices that the server knows; none if it does not know.
         limit: size in bytes of the largest reply that the transport fetches.
         rounds_left: number of rounds that the run still has, which `hello` tells the nodes; 1 if it is not known.
         run: the name of the run if it goes on, which `hello` tells the nodes; empty if the run is new.
@@ -132,6 +133,7 @@ class PatientTransport(ABC):
     vet: Callable[[Packet, str], str] = lambda packet, device: ""
     joined: Callable[[], Mapping[str, int]] = dict
     renewed: Callable[[], Mapping[str, str]] = dict
+    registered: Callable[[], Collection[str]] = tuple
     limit: int = 2**29
     rounds_left: int = 1
     run: str = ""
@@ -198,8 +200,9 @@ class PatientTransport(ABC):
     ) -> list[Packet]:
         """Ask nodes to enrol. Stop when `wanted` clients have enrolled, when `heard` returns True, or after `seconds`.
 
-        A node that refuses or fails does not count towards `wanted`. A node that goes offline before it has answered,
-        or whose request is reported as lost, is asked again when it is online.
+        A node that refuses or fails does not count towards `wanted`, and is not asked again: when all registered
+        devices have answered, and at least `wanted`, nobody else will come. A node that goes offline before it has
+        answered, or whose request is reported as lost, is asked again when it is online.
 
         Args:
             wanted: number of clients.
@@ -216,11 +219,16 @@ class PatientTransport(ABC):
             self._greet(seconds)
             found = self._greeted()
             answers += found
-            if heard(answers):
+            if heard(answers) or self._all_heard(wanted):
                 break
             if not found:
                 self._pause(started, end)
         return answers + [Packet({"verdict": FAILED, "reason": why}) for why in self._lost.values()]
+
+    def _all_heard(self, wanted: int) -> bool:
+        """Return whether all registered devices have answered, and as many as are wanted."""
+        answered = {self.device_of(node) for node in self._answered}
+        return len(answered) >= wanted and bool(known := {*self.registered()}) and known <= answered
 
     def not_taken(self) -> list[str]:
         """Return the names of the devices that are online, but whose enrolment nobody waited for."""

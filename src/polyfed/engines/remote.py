@@ -21,6 +21,7 @@ from polyfed.core.request import Request, Send
 from polyfed.core.tree import digest
 from polyfed.data.column_fitting import as_tables, features_of
 from polyfed.engines.base import Engine
+from polyfed.engines.kept_answers import KeptAnswers
 from polyfed.engines.protocol import (
     FAILED,
     REFUSED,
@@ -78,6 +79,7 @@ class Remote(Engine):
         transport: carries packets.
         terms: deadlines, limits and the effect of a refusal.
         facts: what an edge has heard about the federation; by default, the population has all facts.
+        kept_answers: keeps the answers of a round, so that a run goes on within it; None if it begins the round again.
         *args: see `Engine`. `population` holds the server's knowledge about the clients.
         **kwargs: see `Engine`.
 
@@ -89,10 +91,16 @@ class Remote(Engine):
     keeps_locals = False
 
     def __init__(
-        self, *args: Any, transport: Transport, terms: ReplyTerms, facts: Facts | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        transport: Transport,
+        terms: ReplyTerms,
+        facts: Facts | None = None,
+        kept_answers: KeptAnswers | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.transport, self.terms, self.holds = transport, terms, terms.holds
+        self.transport, self.terms, self.holds, self.kept_answers = transport, terms, terms.holds, kept_answers
         columns = self.population.columns
         shapes = {name: column.shape for name, column in columns.modalities.items()}
         scaled = columns.standardise if isinstance(columns.standardise, tuple) else ()
@@ -204,8 +212,12 @@ class Remote(Engine):
         share = math.ceil(terms.close_at * len(packets) - 1e-9)
         enough = max(share if request.enough is None else min(share, request.enough), least)
         patience = Patience(terms.reply_seconds, enough, least, terms.away_seconds)
-        with self._telling_late_replies():
-            return self.transport.exchange(packets, patience, sent)
+
+        def ask(reached: Callable[[Collection[int]], None]) -> dict[int, Packet | str]:
+            with self._telling_late_replies():
+                return self.transport.exchange(packets, patience, reached)
+
+        return ask(sent) if self.kept_answers is None else self.kept_answers.through(request, packets, sent, ask)
 
     def _request_id(self, request: Request, client: int) -> RequestId:
         return RequestId(self.ledger.run, self.terms.session, request.round, request.number, client)

@@ -241,6 +241,15 @@ class Register:
         """Return old key -> the present one of its device, for keys that were replaced."""
         return replaced_keys(self.renewals())
 
+    def keys(self) -> set[str]:
+        """Return the fingerprints of the keys that lie in the folder, without those that renew another one."""
+        found = set[str]()
+        for path in self.folder.glob("*.pub"):
+            if not path.name.endswith(".next.pub"):
+                with suppress(OSError, ValueError, IndexError):  # no key: the web server's log says so
+                    found.add(fingerprint(path.read_bytes()))
+        return found
+
     # what the operator does
 
     def address(self, new: str = "") -> str:

@@ -197,7 +197,9 @@ def table_of(data: Any, given: Given) -> Columns:
     extra["present"] = with_masks(draft.present, given.present)
     extra["numeric"] = given.numeric
     if isinstance(given.ids, str) and given.ids != "rows":
-        problems.add(RecipeError(f"ids = '{given.ids}': give an array with one integer for each row, or 'rows'"))
+        problems.add(
+            RecipeError(f"ids = '{given.ids}': give an array with one integer or word for each row, or 'rows'")
+        )
     if strange := [m for name in ("present", "layout") for m in extra.get(name, ()) if m not in draft.modalities]:
         problems.add(RecipeError(f"'{strange[0]}' is no modality of the data; it has {', '.join(draft.modalities)}"))
     return columns_of(replace(draft, **extra), given, problems)

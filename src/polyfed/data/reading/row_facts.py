@@ -1,5 +1,6 @@
 """Reads the label, the natural client and the split of each row of a table. All of them may be numbers or words."""
 
+import hashlib
 import re
 import warnings
 from collections import Counter
@@ -180,14 +181,18 @@ def _plainest(group: Sequence[str], counts: Mapping[str, int]) -> str:
 
 
 def ids_of(values: Any, where: str) -> Tensor:
-    """Return the id of each row, int64 (N,).
+    """Return the id of each row, int64 (N,). A word becomes a number that is the same on every machine.
 
     Raises:
-        DataError: The values are not whole numbers, some are missing, or two rows have the same id.
+        DataError: The values are neither whole numbers nor words, some are missing, or two rows have the same id.
     """
     array = _whole(plain(values, where), where)
-    if array.dtype.kind not in "iu" or array.ndim != 1:
-        raise DataError(f"{where} must hold one whole number for each row; it is {array.dtype} {array.shape}")
+    if array.dtype.kind not in "iuU" or array.ndim != 1:
+        raise DataError(f"{where} must hold one whole number or word for each row; it is {array.dtype} {array.shape}")
+    if array.dtype.kind == "U":
+        array = np.char.strip(array)
+        if (gone := array == "").any():
+            raise missing(gone, where)
     distinct, counts = np.unique(array, return_counts=True)
     if len(distinct) < len(array):
         again = distinct[counts > 1][0]
@@ -195,7 +200,21 @@ def ids_of(values: Any, where: str) -> Tensor:
             f"{where} repeats some ids, such as {again}; every row needs its own. If it names the client of a row, "
             "name it as client. If it is a feature, name it among the columns of a modality. Otherwise, rename it"
         )
+    if array.dtype.kind == "U":
+        array = np.array([_id_of(word) for word in array.tolist()], np.int64)
+        if len({*array.tolist()}) < len(array):
+            raise DataError(f"two words of {where} become the same number, by chance; change one of them everywhere")
     return torch.from_numpy(array.astype(np.int64))
+
+
+def _id_of(word: str) -> int:
+    """Return a number that every machine makes of a word: the number that it writes, or else one of its digest."""
+    return int(word) if WHOLE_WORD.fullmatch(word) else number_of(hashlib.sha256(word.encode()))
+
+
+def number_of(digest: Any) -> int:
+    """Return the first 63 bits of a digest of `hashlib` or `hmac`. Of a million, two are equal with odds of 1e-7."""
+    return int.from_bytes(digest.digest()[:8]) >> 1
 
 
 def splits_of(values: Any, where: str) -> Tensor:

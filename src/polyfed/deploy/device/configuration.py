@@ -58,6 +58,8 @@ class NodeConfig:
         silo: number of the device's silo, or -1 if the device belongs to no silo.
         relay: `edge` says that this server is the edge of the device's silo, so that messages within the silo may pass
             through it. `server-sees` lets them pass through any server.
+        id_key: file with a secret that the devices of a silo share, and its edge lacks: they replace sample ids by what
+            only its holders can compute. Without it, the edge reads the ids.
         checkpoint_seconds: while a task trains, its state is written to `state` each time after so many seconds, so
             that a task whose process dies goes on from there, with the same reply. 0 writes none.
 
@@ -72,6 +74,7 @@ class NodeConfig:
     state: str = ""
     silo: int = -1
     relay: str = "refused"
+    id_key: str = ""
     checkpoint_seconds: float = 60.0
 
     def __post_init__(self) -> None:

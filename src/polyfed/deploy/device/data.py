@@ -1,8 +1,11 @@
 """Reads the data of a device, and checks that it fits the federation."""
 
+import hashlib
+import hmac
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ from polyfed.data import Columns, Population, Shards
 from polyfed.data.column_fitting import Statistics, agreed, encoded, fits, read_tables, statistics
 from polyfed.data.columns import TEST, TRAIN, VALIDATION, check_finite
 from polyfed.data.reading.array_files import Arrays
+from polyfed.data.reading.row_facts import number_of
 from polyfed.data.row_groups import device_groups
 from polyfed.data.sources.own.npz import ROWS, Npz
 from polyfed.deploy.device.allowed_arrays import ELSEWHERE
@@ -21,6 +25,11 @@ from polyfed.engines.protocol import Facts
 from polyfed.experiment.recipes.defaults import scaled
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.recipes.task_choice import task_of
+
+LEAST_KEY = 32
+"""Least bytes of the key of `id_key`."""
+
+NEW_KEY = "Make one, and copy it to all devices of the silo, but not to its edge: openssl rand -hex 32"
 
 
 def population_on(
@@ -61,8 +70,10 @@ def population_on(
     if recipe.algorithm.aligns_rows and columns.numbered:
         raise DataError(
             f"{node.data} has no sample ids, and row numbers do not show that the devices of a silo hold the same "
-            f"samples. Save the array 'id' in it: one integer for each row, the same on every device of the silo"
+            f"samples. Save the array 'id' in it: an integer or word for each row, the same on every device of the silo"
         )
+    if node.id_key and not columns.numbered:
+        columns = replace(columns, ids=pseudonyms(columns.ids, Path(node.id_key)))
     vet(len(columns.rows(TRAIN)))
     told = statistics(columns, columns.rows(TRAIN), least=least) if facts is None else {}
     columns = _encoded(columns, told, facts, node)
@@ -82,6 +93,28 @@ def population_on(
         own_validation=_only(node.client, validation) if len(validation) else None,
         told=({},) * node.client + (told,) if told else (),
     )
+
+
+def pseudonyms(ids: torch.Tensor, path: Path) -> torch.Tensor:
+    """Replace sample ids by numbers that only those can compute who have a key: 63 bits of HMAC-SHA-256.
+
+    Args:
+        ids: the sample ids, int64 (N,).
+        path: file with the key.
+
+    Raises:
+        DataError: the file cannot be read or is too short, or two ids get the same number.
+    """
+    try:
+        key = path.expanduser().read_bytes().strip()
+    except OSError as error:
+        raise DataError(f"{WHERE} id_key: {path} cannot be read ({error}). {NEW_KEY}") from None
+    if len(key) < LEAST_KEY:
+        raise DataError(f"{WHERE} id_key: {path} holds {len(key)} bytes, and a key at least {LEAST_KEY}. {NEW_KEY}")
+    made = [number_of(hmac.new(key, b"polyfed sample id\n%d" % one, hashlib.sha256)) for one in ids.tolist()]
+    if len({*made}) < len(made):
+        raise DataError(f"{WHERE} id_key: two sample ids get the same number, by chance. {NEW_KEY}")
+    return torch.tensor(made, dtype=torch.int64)
 
 
 def _arrays_of(base: Npz, node: NodeConfig, facts: Facts | None) -> dict[str, Any]:

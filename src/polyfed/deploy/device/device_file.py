@@ -133,7 +133,7 @@ def _one_device(table: Mapping[str, Any], folder: Path, where: str) -> dict[str,
     PrivateKey(folder / key)
     if isinstance(given.get("modalities"), list):
         given["modalities"] = ",".join(map(str, given["modalities"]))
-    for name in ("data", "policy", "state"):
+    for name in ("data", "policy", "state", "id_key"):
         if isinstance(given.get(name), str) and given[name]:
             given[name] = str(folder / Path(given[name]).expanduser())
     node: NodeConfig = build(where, NodeConfig, given)

@@ -162,7 +162,8 @@ class AtEdge:
 
         limit = recipe.deployment.message_megabytes * MEGABYTE
         queue = Queue(Path(edge.credentials) / "queue")
-        transport = QueueTransport(queue=queue, app=self.app, vet=vet, limit=limit, renewed=register.replaced, **told)
+        told |= {"renewed": register.replaced, "registered": register.keys}
+        transport = QueueTransport(queue=queue, app=self.app, vet=vet, limit=limit, **told)
         try:
             yield transport, members.session
         finally:

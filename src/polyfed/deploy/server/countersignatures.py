@@ -19,7 +19,7 @@ from polyfed.privacy.egress.audit_log.receipts import RECEIPT, ClientLedger, led
 from polyfed.transport.logins import fingerprint
 
 SIGN_SECONDS = 60.0
-"""How long the server waits for the receipts: a device reads its whole audit log for one (inferred)."""
+"""How long the server waits for the receipts: a device reads all of its audit log since the run began (inferred)."""
 
 AWAY_SECONDS = 5.0
 """How long the server waits for a device that is offline at the end of the run (inferred)."""

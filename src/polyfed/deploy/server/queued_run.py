@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from polyfed.deploy.app_folder import APP, RECIPE, app_config, placed
 from polyfed.deploy.device.tasks import packed
@@ -44,8 +45,8 @@ def run_here(
     model = app / APP_COPY
     texts = (app / RECIPE).read_text(encoding="utf-8"), model.read_text(encoding="utf-8") if model.exists() else ""
     register = Register(credentials)
-    queue, joined, renewed = Queue(credentials / "queue"), register.numbers, register.replaced
-    transport = QueueTransport(queue=queue, app=packed(*texts), joined=joined, renewed=renewed)
+    known: dict[str, Any] = {"joined": register.numbers, "renewed": register.replaced, "registered": register.keys}
+    transport = QueueTransport(queue=Queue(credentials / "queue"), app=packed(*texts), **known)
     try:
         begun(transport.identity)
         serve(app / RECIPE, transport, config, execute)

@@ -25,6 +25,7 @@ from polyfed.deploy.server.membership import Membership
 from polyfed.deploy.server.run_log import LOGGER, RunStatus, listeners_of
 from polyfed.engines.base import Engine
 from polyfed.engines.edges import EdgeRemote
+from polyfed.engines.kept_answers import KeptAnswers
 from polyfed.engines.remote import Remote, ReplyTerms
 from polyfed.experiment.recipes.defaults import with_encoders
 from polyfed.experiment.recipes.recipe import Recipe, load_recipe
@@ -34,6 +35,9 @@ from polyfed.experiment.running.checkpoint import newest
 from polyfed.experiment.running.events import INTERRUPTED, Emitter
 from polyfed.experiment.running.lock import alone_in
 from polyfed.privacy.egress.audit_log.log import AuditLog
+
+ANSWERS = ".answers"
+"""The folder in a run folder with what devices have answered in the present round under secure aggregation."""
 
 ERROR = "error.json"
 """The file in a run folder with the error that ended the run. It is removed when the run resumes."""
@@ -62,7 +66,7 @@ def reply_terms_of(recipe: Recipe, session: int | None = None, *, holds: bool = 
 
 
 def engine_by(
-    transport: Any, recipe: Recipe, session: int | None = None, *, holds: bool = True
+    transport: Any, recipe: Recipe, session: int | None = None, *, holds: bool = True, kept: KeptAnswers | None = None
 ) -> Callable[..., Engine]:
     """Return a function that builds an engine with this transport.
 
@@ -72,7 +76,12 @@ def engine_by(
             time in milliseconds.
         holds: whether clients may work on while the server goes on. In a simulation on Flower they do not, so that the
             machine's speed decides nothing.
+        kept: keeps the answers of a round under secure aggregation.
     """
+    if kept is not None and recipe.algorithm.secure_aggregation is not None:
+        return partial(
+            Remote, transport=transport, terms=reply_terms_of(recipe, session, holds=holds), kept_answers=kept
+        )
     kind = EdgeRemote if recipe.deployment.relay == "edge" else Remote
     return partial(kind, transport=transport, terms=reply_terms_of(recipe, session, holds=holds))
 
@@ -154,8 +163,9 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, str], execute:
             population = enrolled(recipe, transport, emit, members.left_out)
             recipe = without_absent(recipe, population.columns.modalities)
             transport.rounds_left = 1  # for devices that enrol again: they may have spent a part of their budget here
-            engine = engine_by(transport, recipe, members.session)
-            with naming_the_option():
+            kept = KeptAnswers(out / ANSWERS)
+            engine = engine_by(transport, recipe, members.session, kept=kept)
+            with naming_the_option(), kept:
                 execute(
                     recipe,
                     records,

@@ -106,8 +106,9 @@ class DeploymentSpec:
         min_nodes: if fewer clients have connected after `enrol_seconds`, the run ends before its first round with exit
             code 4; 0 means all `nodes`. A client that contradicts the others (another sample shape, too many classes)
             is left out and does not count.
-        enrol_seconds: how many seconds the server waits for clients before the first round; with `on_refusal = "drop"`
-            only until all `nodes` have enrolled or refused, and `min_nodes` enrolled.
+        enrol_seconds: how many seconds the server waits for clients before the first round, at most until all
+            registered devices have answered; with `on_refusal = "drop"` only until all `nodes` have enrolled or
+            refused, and `min_nodes` enrolled.
         classes: the number of classes; a client with other labels is left out. With 0 it is the smallest for which all
             labels of the server's own rows, and those of more than half of the clients, are valid. Set it if some
             clients lack classes.

@@ -7,6 +7,8 @@ Some differences are expected. They are counted, but are not findings:
 - A reply that came too late, or that the server dropped, occurs only in the device's log. The server's `rounds.jsonl`
   lists the client as missing in this round, or, under buffered aggregation, in the round in which the server gave it
   up. If it still worked when the run ended, the last line lists it as pending.
+- Keys and shares of secure aggregation that a device drew anew, because the server was killed while it asked for them,
+  occur only in the device's log.
 - Data that a device refused to send occurs only in the device's log.
 - In a run with edges, the server exchanges messages with edges. An edge's log also has what passed within its silo.
 """
@@ -28,6 +30,9 @@ from polyfed.report.reading.run_folder import Folder
 WHAT = ("message", "field", "kind", "block", "destination", "dtype", "shape", "bytes", "sha256")
 """The keys of a row that describe the data that was sent. The other keys describe the time, the sender and the
 receiver."""
+
+DRAWN = (("PublicKeys", "keys"), ("EncryptedShares", "sealed"))
+"""Messages and fields that hold only random numbers, which a device draws anew for a repeated request."""
 
 MOST_DAMAGED = 5
 """The largest number of damaged lines of the ledger that are named. The other damaged lines are counted."""
@@ -209,6 +214,9 @@ def _compare(
     lacking = [row for row in server.up if row not in device.up]
     lacking += [row for row in sent if row[0] in server.answered]
     foreign = [row for row in device.up if row not in server.up]
+    answered = {(place, what[:-1]) for place, what in server.up}  # apart from the hash
+    drawn = [row for row in foreign if row[1][:2] in DRAWN and (row[0], row[1][:-1]) in answered]
+    foreign = [row for row in foreign if row not in drawn]
     dropped = [row for row in foreign if (row[0][0], str(client)) in excused]
     surplus = [row for row in device.down if row not in server.down]
     surplus += [row for row in foreign if (row[0][0], str(client)) not in excused]
@@ -216,6 +224,8 @@ def _compare(
     remarks.append(f"client {client}: {agreed:,} rows agree")
     if unanswered:
         remarks.append(f"client {client}: {len(unanswered)} requests were sent and never arrived there")
+    if drawn:
+        remarks.append(f"client {client}: {len(drawn)} rows are keys and shares that were drawn again after a restart")
     if dropped:
         remarks.append(f"client {client}: {len(dropped)} rows left in replies that the server says it left out")
     if lacking:

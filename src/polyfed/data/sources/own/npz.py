@@ -45,8 +45,8 @@ class Npz(Source):
         split: Array of the splits: 0 train, 1 test, 2 validation, 3 left out, or the words train, test, validation.
         split_personal: Array of splits within each natural client: 0 train, 1 test, 2 guard row.
         class_names: Array with the name of each class, or of each of the T targets.
-        ids: Array of sample ids, distinct integers; or "rows": row i of every array is the same sample. Algorithms for
-            silos need one of the two.
+        ids: Array of sample ids, distinct integers or words; or "rows": row i of every array is the same sample.
+            Algorithms for silos need one of the two.
         layout: Modality -> axes of a sample, if this rule guesses wrong: one axis is a vector (F); two are an image (H,
             W) if the type is uint8, else a sequence (T, F); three are (H, W, C) if the last has 1, 3 or 4 entries, else
             (C, H, W). "FT" has the features first.
@@ -137,7 +137,7 @@ class Npz(Source):
             "split": self._read(held["split"], arrays.__getitem__, problems),
             "split_personal": self._read(held["split_personal"], arrays.integers, problems),
             "class_names": self._read(held["class_names"], arrays.strings, problems),
-            "ids": self._read(held["ids"], arrays.integers, problems),
+            "ids": self._read(held["ids"], arrays.__getitem__, problems),
             "known": self._read(self.known if self.known in arrays else None, arrays.__getitem__, problems),
         }
         masks = {name: f"{name}_present" for name in self.modalities if f"{name}_present" in arrays}

@@ -184,7 +184,7 @@ class AuditLog:
         head, path = head_of(self.folder, key), self.folder / AUDIT
         path.touch()
         size = path.stat().st_size
-        if size < head.size or (head.size and _last_hash(path, head.size) != head.hash):
+        if size < head.size or (head.size and last_hash(path, head.size) != head.hash):
             raise CheckpointError(
                 f"{path} is damaged: it does not end as {HEAD} says; `polyfed audit-log verify` names the line. "
                 f"Restore both files from a copy, or move them away to begin a new log"
@@ -271,7 +271,7 @@ def head_of(folder: Path, key: Ed25519PublicKey | None = None) -> Head:
     return head
 
 
-def _last_hash(path: Path, end: int) -> str:
+def last_hash(path: Path, end: int) -> str:
     """Return the SHA-256 of the line that ends at this byte."""
     size = min(end, 1 << 16)
     with path.open("rb") as file:

@@ -11,6 +11,7 @@ public key can check the receipt (`log_keys`).
 """
 
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -24,6 +25,7 @@ from typing_extensions import TypedDict
 from polyfed.core.errors import DataError
 from polyfed.core.system.files import AUDIT
 from polyfed.core.system.json_and_toml import parse_json
+from polyfed.core.system.mapping import mapped
 from polyfed.privacy.egress.audit_log import merkle
 from polyfed.privacy.egress.audit_log.keys import canonical, key_text, signed, tie_in
 from polyfed.privacy.egress.audit_log.log import AuditLog
@@ -160,8 +162,32 @@ def _entry(row: Mapping[str, Any], run: str) -> tuple[Place, bool, bytes]:
     return (row["round"], row["ask"]), row.get("destination") != TO_CLIENT, text
 
 
-def log_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a ledger or of an audit log.
+def start_of(path: Path, run: str) -> int:
+    """Return the byte of an audit log at which the rows of a run begin, or what its devices told before it had a name.
+
+    The end of the file if the run has no rows.
+    """
+    text = mapped(path)
+    found = re.search(b'"run":"%s"' % re.escape(run.encode()), text)
+    end = len(text) if found is None else _begin(text, found.start())
+    while end:
+        begin = _begin(text, end - 1)
+        if b'"run":"%s"' % NO_RUN.encode() not in bytes(text[begin:end]):
+            break
+        end = begin
+    return end
+
+
+def _begin(text: bytes | memoryview, place: int) -> int:
+    """Return where the line begins that has the byte at a place."""
+    size = 1 << 12
+    while (at := bytes(text[max(place - size, 0) : place]).rfind(b"\n")) < 0 and size < place:
+        size *= 2
+    return max(place - size, 0) + at + 1
+
+
+def log_rows(path: Path, start: int = 0) -> list[dict[str, Any]]:
+    """Return the rows of a ledger or of an audit log, from the byte `start` on.
 
     Raises:
         DataError: the file is missing, or a line is none of a ledger. The text names the line.
@@ -169,6 +195,7 @@ def log_rows(path: Path) -> list[dict[str, Any]]:
     rows = list[dict[str, Any]]()
     try:
         with path.open("rb") as file:
+            file.seek(start)
             for line in file:
                 row = parse_json(line)
                 if not isinstance(row, dict) or not line.endswith(b"\n"):
@@ -185,7 +212,8 @@ def receipt(log: AuditLog, run: str, client: int, unanswered: Sequence[Place], p
     """Sign what a device's audit log says about a client in a run.
 
     Args:
-        log: the device's audit log, which is verified first.
+        log: the device's audit log, of which the lines since the begin of the run are verified first: all of them
+            would take longer with every run.
         unanswered: the requests that the server has left out.
         policy: SHA-256 of the policy file, or "" for the default policy.
 
@@ -197,8 +225,10 @@ def receipt(log: AuditLog, run: str, client: int, unanswered: Sequence[Place], p
         DataError, CheckpointError: the log is missing or damaged.
     """
     with log.alone() as key:
-        verify(log.folder)
-        rows = log_rows(log.folder / AUDIT) if (log.folder / AUDIT).exists() else []
+        path = log.folder / AUDIT
+        start = start_of(path, run) if path.exists() else 0
+        verify(log.folder, start=start)
+        rows = log_rows(path, start) if path.exists() else []
     own = ledgers(rows, run).get(client, ClientLedger()).without(unanswered)
     content = {
         "run": run,

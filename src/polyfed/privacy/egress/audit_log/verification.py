@@ -12,9 +12,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from polyfed.core.errors import CheckpointError, DataError
 from polyfed.core.system.files import AUDIT, PUBLIC_KEY
 from polyfed.core.system.json_and_toml import parse_json
+from polyfed.core.system.mapping import mapped
 from polyfed.privacy.egress.audit_log import merkle
 from polyfed.privacy.egress.audit_log.keys import of_hex
-from polyfed.privacy.egress.audit_log.log import HEAD, SIGNATURE, START, head_of
+from polyfed.privacy.egress.audit_log.log import HEAD, SIGNATURE, START, head_of, last_hash
 
 
 @dataclass(frozen=True)
@@ -34,25 +35,28 @@ class Verified:
     last: str
 
 
-def verify(folder: Path, key: Path | None = None) -> Verified:
+def verify(folder: Path, key: Path | None = None, *, start: int = 0) -> Verified:
     """Check every hash and signature of a log.
 
     Args:
         folder: the device's state folder, or the folder of the run.
         key: path of the log's public key (PEM), copied when the device was set up. By default, the key in the folder
             is used, but somebody who replaces the whole log can replace that key too.
+        start: the byte at which the first line to check begins. Nothing is said about the lines before it.
 
     Raises:
         DataError: a file is missing, or the log is damaged. The text names the first bad line.
     """
     path, public = folder / AUDIT, public_key(key or folder / PUBLIC_KEY)
     try:
-        head, text = head_of(folder, public), path.read_bytes() if path.exists() else b""
+        head, text = head_of(folder, public), mapped(path) if path.exists() else b""
     except (OSError, CheckpointError) as error:
         raise DataError(f"{error}") from None
-    rows, seals, times, previous = 0, 0, list[str](), START
-    sealed, number, tree = True, 0, tuple[bytes, ...]()
-    for number, line in enumerate(text[: head.size].splitlines(), 1):
+    signed_lines = bytes(text[start : head.size]).splitlines()
+    rows, seals, times, previous = 0, 0, list[str](), last_hash(path, start) if start else START
+    number = before = head.lines - len(signed_lines) if start else 0
+    sealed, tree = True, tuple[bytes, ...]()
+    for number, line in enumerate(signed_lines, before + 1):
         row = _row(path, number, line)
         if row.get("previous") != previous:
             raise DataError(
@@ -60,14 +64,15 @@ def verify(folder: Path, key: Path | None = None) -> Verified:
                 "between them were added or removed"
             )
         previous, sealed = hashlib.sha256(line).hexdigest(), "seal" in row
-        tree, _ = merkle.grown(tree, number - 1, [line])
+        if not start:
+            tree, _ = merkle.grown(tree, number - 1, [line])
         if sealed and not _is_signed(line, public):
             raise DataError(f"{path} line {number}: its signature is not one of the key {key or folder / PUBLIC_KEY}")
         rows, seals = rows + (not sealed), seals + sealed
         times.append(str(row.get("time", "")))
-    if (number, len(text[: head.size]), previous) != (head.lines, head.size, head.hash) or not sealed:
+    if (number, min(len(text), head.size), previous) != (head.lines, head.size, head.hash) or not sealed:
         raise DataError(f"{path} ends after line {number}, but {HEAD} is signed for {head.lines} lines")
-    if tuple(one.hex() for one in tree) != head.tree:
+    if not start and tuple(one.hex() for one in tree) != head.tree:
         raise DataError(f"{path} holds other lines than {HEAD} is signed for: their Merkle root differs")
     if len(text) > head.size:
         raise DataError(
