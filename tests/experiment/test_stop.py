@@ -32,7 +32,8 @@ def scored(name: str = "fedavg", engine: str = "vectorised", rounds: int = 12, *
 
 def told(done: Any) -> dict[str, Any]:
     """What a run says, without its times and what only the last row of a run has."""
-    rows = [{k: v for k, v in row.items() if k not in ("seconds", "confusion", "intervals", "moments")} for row in done.rounds]
+    last = ("seconds", "confusion", "intervals", "moments")
+    rows = [{k: v for k, v in row.items() if k not in last} for row in done.rounds]
     result = {k: v for k, v in done.result.items() if "seconds" not in k}
     return {"rows": json.dumps(rows, sort_keys=True), "result": json.dumps(result, sort_keys=True)}
 
