@@ -228,9 +228,9 @@ LONG = (
     .replace('holdings = [["a", "b"], ["a"], ["b"]]\n', "")
     .replace("[8]", "[256, 256]")
     .replace('"scaffold"', '"fedavg"')
-    .replace("lr = 0.1", 'lr = 0.001\noptimiser = "adam"\nsteps = 5000')
+    .replace("lr = 0.1", 'lr = 0.001\noptimiser = "adam"\nsteps = 12000')
 )
-"""One client trains for some ten seconds."""
+"""One client trains for half a minute, so that three kills and starts fall into it on a fast machine too."""
 
 
 @pytest.mark.slow
