@@ -200,8 +200,9 @@ def test_a_worker_gets_its_next_job_before_its_result_is_read_and_its_end_costs_
     monkeypatch.setattr(pool.Workers, "_job", lambda self, worker, request, units, *_: units)
     merged: list[int] = []
     monkeypatch.setattr(pool.Workers, "_merge", lambda self, request, worker, done, *_: merged.append(done[0][0]))
-    answer = there._collect(None, {number: [[number]] for number in range(7)}, None, None)
+    answer, sums = there._collect(None, {number: [[number]] for number in range(7)}, None, None)
     assert sorted(merged) == [0, 1, 3, 4, 5, 6]
+    assert sums == {}
     assert answer.missing == {2: "it was lost, 2 times; lack of memory is the usual cause"}
     assert [what for what, _ in log[: 2 * num + 1]] == ["gave"] * 2 * num + ["took"]
 

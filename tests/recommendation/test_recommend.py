@@ -26,6 +26,7 @@ from polyfed.experiment.recipes.first_recipe import starter
 from polyfed.experiment.recipes.recipe import parse_recipe
 from polyfed.experiment.running.assembly import population_of
 from polyfed.experiment.study.board import Board
+from polyfed.experiment.study.default_ranges import default_space
 from polyfed.recommendation import pilot as pilot_module
 from polyfed.recommendation.linear import linear_scores
 from polyfed.recommendation.pilot import Arm, Journal, Pilot
@@ -198,6 +199,21 @@ def test_when_the_time_ends_in_the_search_it_recommends_what_it_knows(
     assert found.paragraph.startswith("Take fedavg for now: the time was too short for runs")
     assert (tmp_path / "out" / "recommended.toml").is_file()
     assert told[0].startswith("2 rounds of 4 methods: ")
+
+
+def test_a_learning_rate_of_the_recipe_that_diverges_drops_no_method(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Probes train with the smallest rate of the search: on UCI-HAR, FedAvg and others were not tried."""
+
+    def late(pilot: Pilot) -> None:
+        raise pilot_module.TimeUp
+
+    monkeypatch.setattr(Pilot, "_search", late)
+    asked(tmp_path / "out")
+    probes = [parse_toml(path.read_text()) for path in (tmp_path / "out" / "study").rglob("recipe.toml")]
+    assert len(probes) == 4
+    assert {probe["train"]["lr"] for probe in probes} == {min(default_space("fedavg", {})["train.lr"])}
 
 
 @pytest.mark.parametrize(

@@ -263,7 +263,11 @@ class Federation:
             return Replies([])
         peak = self._check_sent(request, send)
         sent = self._as_read(request, send, clients)
-        answer, how = self._answer(request, clients, sent, accept)
+        how = self._combining(request, accept) if self.combine else None
+        if how is None:
+            answer = self.engine.answer(request, sorted(clients), sent)
+        else:
+            answer = self._combined(replace(request, combining=how), clients, sent)
         if answer.combined is not None and how is not None:
             missing = self._missing(request, answer.missing | answer.combined.missing, peak)
             summed = CombinedReplies.of(answer.combined, how, self.template, self.clients, missing)
@@ -273,20 +277,15 @@ class Federation:
         parts, missing = self.usable(request, answer, sent, accept)
         return self._told(request, send, Replies(parts, self._missing(request, missing, peak)), quorum=quorum)
 
-    def _answer(
-        self, request: Request, clients: Sequence[int], sent: Send, accept: Accept | None
-    ) -> tuple[Answer, Combining | None]:
-        """Return what the engine answers, and how it was to combine the replies, if they may be combined."""
-        how = self._combining(request, accept) if self.combine else None
-        if how is None:
-            return self.engine.answer(request, sorted(clients), sent), None
+    def _combined(self, request: Request, clients: Sequence[int], sent: Send) -> Answer:
+        """Return the sums of the replies, or each reply if one may be far larger than the others."""
         engine = cast(Combines, self.engine)
         before = {client: engine.locals.get(client) for client in clients}
-        answer = engine.answer(replace(request, combining=how), sorted(clients), sent)
-        if answer.combined is not None and self._alone(request, answer.combined, sent):
-            self.emit("note", text=FAR_LARGER.format(round=self.round))
-            answer = engine.again(request, sorted(clients), sent, before)
-        return answer, how
+        answer = engine.answer(request, sorted(clients), sent)
+        if answer.combined is None or not self._alone(request, answer.combined, sent):
+            return answer
+        self.emit("note", text=FAR_LARGER.format(round=self.round))
+        return engine.again(replace(request, combining=None), sorted(clients), sent, before)
 
     def _told(self, request: Request, send: Send, replies: Replies, *, quorum: bool) -> Replies:
         """Return the replies to a request, after those who watch have seen them; see `ask`."""

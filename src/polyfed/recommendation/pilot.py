@@ -133,6 +133,12 @@ class Arm:
         return {**self.changes, **self.chosen}
 
     @property
+    def probed(self) -> dict[str, Any]:
+        """The `set` of the probe: with the smallest learning rate of the search, since the recipe's may diverge."""
+        rates = self.space.get("train.lr", [])
+        return {**self.changes, **({"train.lr": min(rates)} if rates else {})}
+
+    @property
     def mean(self) -> float:
         """The mean score."""
         return sum(self.scores.values()) / len(self.scores)
@@ -366,7 +372,9 @@ class Pilot:
             "metric": list(self.metrics),
             "set": {"rounds": rounds, "checkpoint.every": rounds, **changes},
             "methods": {
-                arm.name: {"set": arm.changes, "search": arm.space} if "search" in more else {"set": arm.settled}
+                arm.name: {"set": arm.changes, "search": arm.space}
+                if "search" in more
+                else {"set": arm.probed if name == "probe" else arm.settled}
                 for arm in arms
             },
             **more,

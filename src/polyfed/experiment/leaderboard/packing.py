@@ -60,7 +60,7 @@ def pack(
         Folder(study)
         raise RecipeError(
             f"{study} is a single run, and an entry needs seeds, a control and a placebo. Write a study of them "
-            "(docs/board.md), run it with `polyfed sweep`, and pack its folder"
+            "(`polyfed docs board`), run it with `polyfed sweep`, and pack its folder"
         )
     facts = facts_of_study(study)
     chosen = _named("scenario", scenario, [run["scenario"] for run in facts.get("runs", [])])
@@ -88,7 +88,7 @@ def pack(
         "made": here(),
     } | parts
     _refuse_other_versions(folders.values(), entry["made"]["versions"])
-    refuse(f"{method} of {study} breaks the rules of the board (docs/board.md)", list(faults_of(entry)))
+    refuse(f"{method} of {study} breaks the rules of the board (polyfed docs board)", list(faults_of(entry)))
     replace_text(out, to_json(entry) + "\n")
     return entry  # type: ignore[no-any-return]
 

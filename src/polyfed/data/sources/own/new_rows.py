@@ -240,7 +240,8 @@ def _read(
         return torch.zeros(len(frame), *shape), nothing, ["its cells are empty in every row"]
     rules = {feature.column: feature.rule for feature in features or () if feature.rule is not None}
     found = values_of(frame, group, where, replace(given, columns=rules))
-    told = [found.note] if found.cut is not None else []
+    # of rows whose columns have rules and that lack all of them, `used` says enough
+    told = [found.note] if found.note and (found.cut is not None or not found.coded) else []
     if found.whole is not None:
         return torch.from_numpy(found.values), torch.from_numpy(found.there), told
     values = torch.from_numpy(np.asarray(found.values, dtype=np.float64))
