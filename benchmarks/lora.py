@@ -27,9 +27,10 @@ from polyfed.data import ClientsSpec
 from polyfed.data.columns import TEST, TRAIN, Column, Columns
 from polyfed.evaluation.scores import Evaluation
 from polyfed.experiment.recipes.recipe import EngineSpec, Recipe
+from polyfed.federation.aggregation import ServerOptimiser
 from polyfed.model import ModelSpec
 from polyfed.selection import Uniform
-from polyfed.training.optimisers import ServerOptimiser, Train
+from polyfed.training.optimisers import Train
 
 PRETRAINING, TRAINING = 600, 700
 """Digits for pre-training and for the clients; the other 497 are the test rows."""
