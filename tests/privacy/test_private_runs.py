@@ -417,7 +417,10 @@ def test_methods_that_declare_nothing_are_refused(name: str) -> None:
     said = str(error.value)
     assert "its server does not only average the updates of the clients" in said
     assert "aggregation" not in said, "an option would not help"
-    assert 'moon, pfedme, pfedmma, cmsfed with gradient_split = "exact" and unprotected = ["gradients", "prototypes",' in said
+    assert (
+        'moon, pfedme, pfedmma, cmsfed with gradient_split = "exact" and unprotected = ["gradients", "prototypes",'
+        in said
+    )
     assert 'partialfl with unprotected = ["embeddings", "statistic"], scaffold with' in said
     assert "protects" not in said, "the user did not write the class"
 
