@@ -264,10 +264,8 @@ class Federation:
         peak = self._check_sent(request, send)
         sent = self._as_read(request, send, clients)
         how = self._combining(request, accept) if self.combine else None
-        if how is None:
-            answer = self.engine.answer(request, sorted(clients), sent)
-        else:
-            answer = self._combined(replace(request, combining=how), clients, sent)
+        asked = request if how is None else replace(request, combining=how)
+        answer = (self.engine.answer if how is None else self._combined)(asked, sorted(clients), sent)
         if answer.combined is not None and how is not None:
             missing = self._missing(request, answer.missing | answer.combined.missing, peak)
             summed = CombinedReplies.of(answer.combined, how, self.template, self.clients, missing)
@@ -281,11 +279,11 @@ class Federation:
         """Return the sums of the replies, or each reply if one may be far larger than the others."""
         engine = cast(Combines, self.engine)
         before = {client: engine.locals.get(client) for client in clients}
-        answer = engine.answer(request, sorted(clients), sent)
+        answer = engine.answer(request, clients, sent)
         if answer.combined is None or not self._alone(request, answer.combined, sent):
             return answer
         self.emit("note", text=FAR_LARGER.format(round=self.round))
-        return engine.again(replace(request, combining=None), sorted(clients), sent, before)
+        return engine.again(replace(request, combining=None), clients, sent, before)
 
     def _told(self, request: Request, send: Send, replies: Replies, *, quorum: bool) -> Replies:
         """Return the replies to a request, after those who watch have seen them; see `ask`."""
