@@ -16,12 +16,13 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from shared_work import alone, played
 
 import polyfed
 from laws.test_laws import world
 from polyfed.core.errors import RecipeError
 from polyfed.core.tree import size_bytes
-from polyfed.engines import in_process, stack_division
+from polyfed.engines import in_process
 from polyfed.engines.workers import cluster
 from polyfed.experiment.checks.check import check
 from polyfed.experiment.recipes.recipe import EngineSpec, Recipe
@@ -32,16 +33,12 @@ from world import AWKWARD, algorithm, recipe, same, through
 ray = pytest.importorskip("ray", reason="Ray is not installed")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Ray leaves sockets and files open
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("everything_is_worth_sharing"),
+]  # Ray leaves sockets and files open
 
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
-
-
-@pytest.fixture(autouse=True)
-def _everything_is_worth_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_process, "UNIT_FLOPS", 1.0)
-    monkeypatch.setattr(stack_division, "STACK_FLOPS", 1.0)
-    monkeypatch.setattr(stack_division, "LEAST_STACK", 2)
 
 
 @pytest.fixture(scope="module")
@@ -56,18 +53,6 @@ def nodes() -> Iterator[Any]:
         yield made
         ray.shutdown()
         made.shutdown()
-
-
-def played(made: Recipe) -> tuple[Any, Any, list[dict[str, Any]]]:
-    parts = assemble(made)
-    try:
-        return parts, through(parts, made.rounds), list(parts.ledger.rows())
-    finally:
-        parts.engine.close()
-
-
-def alone(made: Recipe) -> Recipe:
-    return replace(made, engine=EngineSpec(name=made.engine.name, workers=1))
 
 
 def on_ray(made: Recipe, workers: int = 0, **options: Any) -> Recipe:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from shared_work import alone, played
 
 import polyfed
 from laws.rows import ROWS
@@ -18,7 +19,6 @@ from polyfed.algorithms.averaging.template import Update
 from polyfed.core.errors import RecipeError
 from polyfed.core.tree import size_bytes
 from polyfed.data import ClientsSpec
-from polyfed.engines import in_process, stack_division
 from polyfed.engines.workers.pool import BUNDLES, subtrees
 from polyfed.experiment.recipes.recipe import EngineSpec, Recipe
 from polyfed.experiment.running.assembly import assemble
@@ -29,7 +29,10 @@ from polyfed.training.optimisers import Train
 from refusals import refuses
 from world import AWKWARD, algorithm, furthest, recipe, same, through
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="worker processes need Linux")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="worker processes need Linux"),
+    pytest.mark.usefixtures("everything_is_worth_sharing"),
+]
 
 ALONE = [
     "centralized",
@@ -54,27 +57,8 @@ ALONE = [
 """Methods whose server reads more than sums."""
 
 
-@pytest.fixture(autouse=True)
-def _everything_is_worth_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_process, "UNIT_FLOPS", 1.0)
-    monkeypatch.setattr(stack_division, "STACK_FLOPS", 1.0)
-    monkeypatch.setattr(stack_division, "LEAST_STACK", 2)
-
-
 def combining(made: Recipe, workers: int = 1, **options: Any) -> Recipe:
     return replace(made, engine=EngineSpec(name=made.engine.name, workers=workers, combine="nodes", **options))
-
-
-def alone(made: Recipe) -> Recipe:
-    return replace(made, engine=EngineSpec(name=made.engine.name, workers=1))
-
-
-def played(made: Recipe) -> tuple[Any, Any, list[dict[str, Any]]]:
-    parts = assemble(made)
-    try:
-        return parts, through(parts, made.rounds), list(parts.ledger.rows())
-    finally:
-        parts.engine.close()
 
 
 @pytest.mark.parametrize("name", sorted(ROWS))

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from shared_work import played
 from torch import Tensor
 
 import polyfed
@@ -24,7 +25,7 @@ from laws.test_laws import world
 from polyfed.algorithms import Averaging
 from polyfed.core.errors import EgressError, RecipeError
 from polyfed.core.system.openmp import using_threads
-from polyfed.engines import in_process, stack_division
+from polyfed.engines import in_process
 from polyfed.engines.base import ClientExchange
 from polyfed.engines.workers import pool
 from polyfed.engines.workers.shared_memory import Arena, copied
@@ -39,28 +40,16 @@ from polyfed.training.optimisers import Train
 from refusals import refuses
 from world import AWKWARD, algorithm, recipe, through
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="worker processes need Linux")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="worker processes need Linux"),
+    pytest.mark.usefixtures("everything_is_worth_sharing"),
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(autouse=True)
-def _everything_is_worth_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_process, "UNIT_FLOPS", 1.0)
-    monkeypatch.setattr(stack_division, "STACK_FLOPS", 1.0)
-    monkeypatch.setattr(stack_division, "LEAST_STACK", 2)
-
-
 def engine(name: str, workers: int, **options: Any) -> EngineSpec:
     return EngineSpec(name=name, workers=workers, **options)  # type: ignore[arg-type]
-
-
-def played(made: Recipe) -> tuple[Any, Any, list[dict[str, Any]]]:
-    parts = assemble(made)
-    try:
-        return parts, through(parts, made.rounds), list(parts.ledger.rows())
-    finally:
-        parts.engine.close()
 
 
 def used(parts: Any) -> int:

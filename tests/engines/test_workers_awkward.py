@@ -18,7 +18,6 @@ from polyfed.algorithms.averaging import Update
 from polyfed.algorithms.base import Broadcast
 from polyfed.core.errors import RecipeError
 from polyfed.core.system import openmp
-from polyfed.engines import in_process, stack_division
 from polyfed.experiment.recipes.recipe import EngineSpec, Recipe
 from polyfed.experiment.results.run_result import Run
 from polyfed.experiment.running.assembly import assemble
@@ -26,17 +25,13 @@ from polyfed.training.optimisers import Train
 from refusals import refuses
 from world import algorithm, recipe
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="worker processes need Linux")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="worker processes need Linux"),
+    pytest.mark.usefixtures("everything_is_worth_sharing"),
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = Train(lr=0.1, batch_size=16)
-
-
-@pytest.fixture(autouse=True)
-def _everything_is_worth_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_process, "UNIT_FLOPS", 1.0)
-    monkeypatch.setattr(stack_division, "STACK_FLOPS", 1.0)
-    monkeypatch.setattr(stack_division, "LEAST_STACK", 2)
 
 
 def both(made: Recipe, kind: str) -> tuple[Run, Run]:

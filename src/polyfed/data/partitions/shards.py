@@ -14,6 +14,12 @@ from polyfed.core import keys
 Rows = NDArray[np.int64]
 
 
+def share_of(share: float, counts: Rows | int) -> Rows:
+    """Return `floor(share * count)`, for one count or each of several."""
+    # 1e-9: 0.29 * 100 must give 29, but is 28.999999999999996 in binary
+    return np.floor(share * np.asarray(counts) + 1e-9).astype(np.int64)
+
+
 class RowSlices(Sequence[Rows]):
     """Consecutive slices of one array. Each slice is made on access.
 
@@ -115,8 +121,7 @@ class Shards:
         order = np.lexsort((keys.generator(key).random(len(owner)), owner))
         rank = np.empty(len(owner), np.int64)
         rank[order] = np.arange(len(owner)) - self.offsets.numpy()[owner]
-        # 1e-9: 0.29 * 100 must give 29 rows, but is 28.999999999999996 in binary
-        off = rank < np.floor(share * sizes + 1e-9).astype(np.int64)[owner]
+        off = rank < share_of(share, sizes)[owner]
         return self.where(torch.from_numpy(~off)), self.where(torch.from_numpy(off))
 
     def where(self, keep: Tensor) -> "Shards":

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyfed.core import keys
-from polyfed.data.partitions.shards import Shards
+from polyfed.data.partitions.shards import Shards, share_of
 from polyfed.data.population.clients import ClientsSpec
 from polyfed.data.population.modality_assignment import devices_per_silo
 
@@ -53,8 +53,7 @@ def of_clients(shards: Shards, clients: Sequence[int]) -> Shards:
 def _held(num_rows: int, num_groups: int, overlap: float, draw: np.random.Generator) -> NDArray[np.bool_]:
     """Return which group holds which row, bool (groups, rows); floor(overlap * rows) rows belong to all groups."""
     held = np.ones((num_groups, num_rows), dtype=np.bool_)
-    # 1e-9: 0.29 * 100 must give 29 rows, but is 28.999999999999996 in binary
-    single = draw.permutation(num_rows)[int(overlap * num_rows + 1e-9) :]
+    single = draw.permutation(num_rows)[int(share_of(overlap, num_rows)) :]
     held[:, single] = False
     held[draw.integers(0, num_groups, len(single)), single] = True
     return held

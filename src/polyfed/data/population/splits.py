@@ -8,6 +8,7 @@ from torch import Tensor
 
 from polyfed.core import keys
 from polyfed.data.columns import GUARD, OWN_TRAIN, TEST, TRAIN, Columns
+from polyfed.data.partitions.shards import share_of
 
 
 def stratified(label: Tensor, share: float, key: int) -> Tensor:
@@ -90,8 +91,7 @@ def held_out_blocks(columns: Columns, roles: Tensor, shares: Sequence[tuple[int,
     end = len(order) - _starts(client[order][::-1], classes[order][::-1])[::-1] - first
     left = end - place  # of the rows of this class, from this one on
     for role, share in shares:
-        # 1e-9: 0.29 * 100 must give 29 rows, but is 28.999999999999996 in binary
-        count = np.floor(share * end + 1e-9) - np.floor(share * begin + 1e-9)
+        count = share_of(share, end) - share_of(share, begin)
         found[order[(left > 0) & (left <= count)]] = role
         left = left - count
     rows = np.flatnonzero(found >= 0)

@@ -27,7 +27,6 @@ from polyfed.experiment.leaderboard.entry import (
     EntryRun,
     Part,
     algorithm_of,
-    has_placebo,
     here,
     numbers,
     parts_of,
@@ -219,10 +218,8 @@ def _check_data(entry: Entry, file: Path, data: Path | None, imports: tuple[str,
     if needed is None and data is not None:
         raise RecipeError(f"--data {data}: the data of {file} comes with polyfed. Leave it out")
     recipe = _recipe(part, part["runs"][0], data, imports)
-    if has_placebo(algorithm_of(part)) or hasattr(recipe.algorithm, "placebo"):
-        assert "placebo" in entry or not has_placebo(algorithm_of(part)), "faults_of refuses this"
-        if "placebo" not in entry:
-            raise DataError(f"{file}: the method has an option `placebo`, and the entry lacks the placebo")
+    if "placebo" not in entry and hasattr(recipe.algorithm, "placebo"):  # `faults_of` knows only polyfed's methods
+        raise DataError(f"{file}: the method has an option `placebo`, and the entry lacks the placebo")
     with _restricted(imports, recipe):
         columns = stacked(recipe.data.load(), recipe.stack)
     if columns.fingerprint() != entry["data"]:
@@ -289,10 +286,8 @@ def _other_values(told: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator
 def _cause(entry: Entry) -> str:
     """Return the likely cause of differences."""
     told, now = entry["made"], here()
-    other = [f"{name} {v} there, {now['versions'].get(name, 'none')} here" for name, v in told["versions"].items()]
-    other = [
-        text for text, (name, v) in zip(other, told["versions"].items(), strict=True) if now["versions"].get(name) != v
-    ]
+    used = now["versions"]
+    other = [f"{n} {v} there, {used.get(n, 'none')} here" for n, v in told["versions"].items() if used.get(n) != v]
     if told["processor"] != now["processor"]:
         other.append(f"the processor {told['processor']} there, {now['processor']} here")
     if other:

@@ -4,7 +4,7 @@ A method declares the rows that are its own in `Algorithm.conflicts`. A recipe i
 made, and again when polyfed has guessed its task.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from polyfed.algorithms import ALGORITHMS, NAMED
@@ -159,8 +159,17 @@ def _needs_a_secret(recipe: Any) -> Any:
     return method if method is not None and recipe.privacy is not None and recipe.privacy.amplification else None
 
 
-def _combines(recipe: Any) -> bool:
-    return bool(recipe.engine.combine == "nodes")
+def _needs_each_reply(
+    when: Callable[[Any], Any], because: str, *, instead: str = "Remove combine", **more: Any
+) -> Conflict:
+    """Return the row of something that needs the reply of each client, and so cannot go with `combine`."""
+    return Conflict(
+        key=("engine", "combine"),
+        when=lambda r: r.engine.combine == "nodes" and bool(when(r)),
+        because=because,
+        instead=instead,
+        **more,
+    )
 
 
 def _deadline(recipe: Any) -> float | None:
@@ -456,60 +465,39 @@ TABLE: tuple[Conflict, ...] = (
         because="clients multiply what they send by their number of rows, and under [privacy] they send zeros for it",
         instead='Set aggregation = "uniform"',
     ),
-    Conflict(
-        key=("engine", "combine"),
-        when=lambda r: _combines(r) and r.engine.apart,
+    _needs_each_reply(
+        lambda r: r.engine.apart,
+        "each of them sends its own reply",
         beside="clients that run in processes of their own",
-        because="each of them sends its own reply",
-        instead="Remove combine",
     ),
-    Conflict(
-        key=("engine", "combine"),
-        when=lambda r: _combines(r) and bool(_uncombined(r)),
-        because="{detail}",
-        detail=lambda r: _uncombined(r),
-        instead="Remove combine",
-    ),
-    Conflict(
-        key=("engine", "combine"),
-        when=lambda r: _combines(r) and r.algorithm.secure_aggregation is not None,
+    _needs_each_reply(_uncombined, "{detail}", detail=_uncombined),
+    _needs_each_reply(
+        lambda r: r.algorithm.secure_aggregation is not None,
+        "the server removes the masks of single replies",
         beside="[secure_aggregation]",
-        because="the server removes the masks of single replies",
-        instead="Remove combine",
     ),
-    Conflict(
-        key=("engine", "combine"),
-        when=lambda r: _combines(r) and r.attack is not None and r.attack.name not in HONEST_ATTACKS,
+    _needs_each_reply(
+        lambda r: r.attack is not None and r.attack.name not in HONEST_ATTACKS,
+        "the attack changes single replies on their way",
         beside="[attack]",
-        because="the attack changes single replies on their way",
-        instead="Remove combine",
     ),
-    Conflict(
-        key=("engine", "combine"),
-        when=lambda r: _combines(r) and r.privacy is not None and r.privacy.unit == "client",
+    _needs_each_reply(
+        lambda r: r.privacy is not None and r.privacy.unit == "client",
+        "the server clips each update",
         beside='[privacy] unit = "client"',
-        because="the server clips each update",
-        instead="Remove combine",
     ),
-    Conflict(
-        key=("engine", "combine"),
-        when=lambda r: _combines(r) and (r.clients.overselect is not None or _deadline(r) is not None),
+    _needs_each_reply(
+        lambda r: r.clients.overselect is not None or _deadline(r) is not None,
+        "a reply that comes too late would be in a sum already",
         beside="[clients] overselect or [network] deadline_s",
-        because="a reply that comes too late would be in a sum already",
-        instead="Remove combine",
     ),
-    Conflict(
-        key=("engine", "combine"),
-        when=lambda r: _combines(r) and r.clients.ranks is not None,
-        beside="[clients] ranks",
-        because="adapters of different ranks cannot be added",
-        instead="Remove combine",
+    _needs_each_reply(
+        lambda r: r.clients.ranks is not None, "adapters of different ranks cannot be added", beside="[clients] ranks"
     ),
-    Conflict(
-        key=("engine", "combine"),
-        when=lambda r: _combines(r) and r.checkpoint.updates,
+    _needs_each_reply(
+        lambda r: r.checkpoint.updates,
+        "it keeps the update of each client",
         beside="[checkpoint] updates",
-        because="it keeps the update of each client",
         instead="Remove one of the two",
     ),
     Conflict(

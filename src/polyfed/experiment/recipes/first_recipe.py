@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +18,7 @@ from polyfed.data import Column, Columns
 from polyfed.data.column_scaling import asked, uneven_modalities
 from polyfed.data.columns import GUARD, LEFT_OUT, OWN_TEST, TEST, TRAIN, VALIDATION
 from polyfed.data.leaked_labels import repeated_rows
+from polyfed.data.partitions import PARTITIONS
 from polyfed.data.population.splits import drawn_note
 from polyfed.data.sources.own.npz import Npz
 from polyfed.data.sources.own.table_files import Table
@@ -315,12 +316,10 @@ def _with_chosen(clients: dict[str, Any], words: str, chosen: Mapping[str, Any])
     if "partition" not in chosen:
         return clients | dict(chosen), words
     given = chosen["partition"]
-    kept = {k: v for k, v in clients.items() if k not in ("partition", "num") or (k == "num" and given in COUNTED)}
+    kind: Any = PARTITIONS.get(given) if isinstance(given, str) else None
+    gone = {"partition", *(() if kind is not None and "num" in {f.name for f in fields(kind)} else ("num",))}
+    kept = {key: value for key, value in clients.items() if key not in gone}
     return kept | dict(chosen), f"clients are those of the partition '{given}', as you said"
-
-
-COUNTED = ("iid", "dirichlet", "dirichlet-authors", "classes-per-client", "main-class")
-"""The partitions that have a number of clients."""
 
 
 def _clients(columns: Columns, table: Mapping[str, Any], task: str | None) -> tuple[dict[str, Any], str]:
