@@ -203,3 +203,40 @@ def test_a_latin_hypercube_tries_all_values_equally_often():
     assert (len(asked), searcher.best, searcher.ask()) == (7, {"train.lr": 1.0}, [])
     with refuses(RecipeError, "search.prune: further"):
         Search(trials=7, seeds=[9], sampler="latin", prune="median")
+
+
+LINES = {"train.lr": [0.01, 0.1, 1.0], "algorithm.mu": [0.0, 0.5]}
+
+
+def by_lines(scores, **options) -> Searcher:
+    """A search by lines whose trials have these scores: (learning rate, mu or None) -> score."""
+    searcher = Searcher(Search(trials=5, seeds=[9, 10], sampler="lines", **options), LINES, rounds=2)
+    while asked := searcher.ask():
+        own = [(values["train.lr"], values.get("algorithm.mu")) for values in asked]
+        searcher.tell(asked, [scores[place] for place in own])
+        while unsure := searcher.unsure():
+            searcher.confirm(unsure, [scores[(*own[place - len(searcher.trials)], "all")] for place in unsure])
+    return searcher
+
+
+def test_lines_vary_one_key_at_a_time_at_the_best_setting_so_far():
+    scores = {(0.01, None): 0.2, (0.1, None): 0.6, (1.0, None): None, (0.1, 0.0): 0.6, (0.1, 0.5): 0.7}
+    searcher = by_lines(scores)
+    tried = [(values["train.lr"], values.get("algorithm.mu")) for values, _ in searcher.trials]
+    assert tried == list(scores)
+    assert searcher.best == {"train.lr": 0.1, "algorithm.mu": 0.5}
+    assert (searcher.budget, searcher.spent) == (5, 5 * 2 * 2)
+    worse = by_lines(scores | {(0.1, 0.5): 0.1})
+    assert worse.best == {"train.lr": 0.1}, "no value of the other key is better than its default"
+    nothing = by_lines(dict.fromkeys(scores))
+    assert (nothing.best, len(nothing.trials)) == (None, 3), "a line without any score ends the search"
+
+
+def test_lines_confirm_the_best_settings_of_each_line():
+    scores = {(0.01, None): 0.2, (0.1, None): 0.6, (1.0, None): 0.5, (1.0, 0.0): 0.9, (1.0, 0.5): 0.4}
+    on_all = {(0.1, None, "all"): 0.3, (1.0, None, "all"): 0.5, (1.0, 0.0, "all"): 0.45, (1.0, 0.5, "all"): 0.4}
+    searcher = by_lines(scores | on_all, confirm=2)
+    assert searcher.confirmed == [1, 2, 3, 4]
+    assert searcher.best == {"train.lr": 1.0}, "the luck of the first seed does not count"
+    with refuses(RecipeError, "search.prune: lines"):
+        Search(trials=5, seeds=[9], sampler="lines", prune="halving")

@@ -34,6 +34,10 @@ def sweep_study(
         typer.Option(metavar="HOST:PORT", help="Run on the nodes of this Ray cluster, which share the folder."),
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the study. [default: runs/NAME]")] = None,
+    known: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.jsonl.gz", help="Results that are not computed again; the new ones are added."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a study (methods x scenarios x settings x seeds), several runs at once. A second call continues the study."""
@@ -45,7 +49,7 @@ def sweep_study(
     progress = SweepProgress()
     try:
         with progress, handling(interrupt, signal.SIGTERM):
-            frame = sweep(study, folder, jobs=jobs, ray=ray, listeners=[progress])
+            frame = sweep(study, folder, jobs=jobs, ray=ray, known=known, listeners=[progress])
     except KeyboardInterrupt:
         call = Call("sweep", str(study), typed_options(context))
         raise Interrupted(f"go on with: {call.again()}") from None

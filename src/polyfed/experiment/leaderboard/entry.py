@@ -23,7 +23,7 @@ from typing_extensions import NotRequired, TypedDict  # noqa: UP035 - pydantic r
 from polyfed.algorithms import ALGORITHMS
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.core.system.json_and_toml import json_ready, parse_json
-from polyfed.experiment.results.round_facts import versions
+from polyfed.experiment.results.round_facts import code_digest, versions
 from polyfed.experiment.study.default_ranges import is_fedavg
 from polyfed.experiment.study.ranges import at, put
 from polyfed.report.comparison.labels import PLACEBO, flat
@@ -143,16 +143,6 @@ def here() -> Made:
     used = {name: version for name, version in versions().items() if name != "python"}
     processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     return {"versions": used, "polyfed": code_digest(), "processor": processor}
-
-
-def code_digest() -> str:
-    """Return the SHA-256 of polyfed's code: of the names and contents of all its Python files."""
-    root = Path(__file__).resolve().parents[2]
-    sha = hashlib.sha256()
-    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
-        content = hashlib.sha256(path.read_bytes()).hexdigest()
-        sha.update(f"{path.relative_to(root).as_posix()} {content}\n".encode())
-    return sha.hexdigest()
 
 
 def read_entry(file: Path) -> tuple[Entry, str]:

@@ -1,11 +1,13 @@
 """Facts about rounds and runs: what the ledger shows, the times, the logged numbers and tables, and the versions."""
 
+import hashlib
 import math
 import platform
 import statistics
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from polyfed.core.errors import PolyfedWarning, RecipeError, counted
@@ -76,6 +78,16 @@ def versions() -> dict[str, str]:
     """The versions that a result depends on."""
     names = ("polyfed", "torch", "numpy")
     return {"python": platform.python_version()} | {name: version(name) for name in names}
+
+
+def code_digest() -> str:
+    """Return the SHA-256 of polyfed's code: of the names and contents of all its Python files."""
+    root = Path(__file__).resolve().parents[2]
+    sha = hashlib.sha256()
+    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
+        content = hashlib.sha256(path.read_bytes()).hexdigest()
+        sha.update(f"{path.relative_to(root).as_posix()} {content}\n".encode())
+    return sha.hexdigest()
 
 
 def untrained(rounds: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -47,6 +47,7 @@ class Entry:
         kept: Whether an earlier sweep finished the run.
         tries: How often the process of the run was killed since the run's last finished round.
         remarks: The warnings of the run.
+        source: The digest of the code of polyfed that computed the result, or an empty text if it is not known.
         result: The content of result.json. Empty if the run is not finished. A run that pauses has only `task` and the
             `metrics` of its last round.
     """
@@ -66,6 +67,7 @@ class Entry:
     kept: bool = False
     tries: int = 0
     remarks: list[str] = field(default_factory=list)
+    source: str = ""
     result: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -104,6 +106,8 @@ class Board:
         blocked: Maps the index of a cell to the reason why `reported` has no entry for this cell. For example, the
             cell's search has not chosen the settings yet, or the search stopped.
         remarks: The warnings of each run that an earlier sweep finished, by the name of the run.
+        sources: The digest of the code that computed each result of an earlier sweep, by the name of the run.
+        code: The digest of the code of this process.
     """
 
     folder: Path
@@ -114,6 +118,8 @@ class Board:
     searches: dict[int, Searcher] = field(default_factory=dict)
     blocked: dict[int, str] = field(default_factory=dict)
     remarks: Mapping[str, list[str]] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    code: str = ""
 
     def count(self, state: State, *, tuning: bool | None = None) -> int:
         """Return the number of runs in this state.
@@ -127,12 +133,17 @@ class Board:
         """The folder of a run."""
         return self.folder / "runs" / entry.name
 
+    def ended(self, entry: Entry) -> bool:
+        """Return whether the folder has the result of a run, or the reason why training diverged."""
+        return (self.path(entry) / RESULT).is_file() or self._failure(entry).is_file()
+
     def look(self, entry: Entry) -> bool:
         """Return whether the run ended, or reached the round after which it pauses. If so, read its state and result.
 
         A run is finished if it has a `result.json`. A run writes this file last, in one step.
         """
         result = self.path(entry) / RESULT
+        entry.source = self.sources.setdefault(entry.name, "" if result.is_file() else self.code)
         if result.is_file():
             try:
                 entry.result = parse_as(RUN_RESULT, result.read_text(encoding="utf-8"))
@@ -251,9 +262,16 @@ class Board:
             for number, entries in sorted(self.reported.items())
         )
         shared = [(SHARED_RUNS, places) for _, places in twins if len(places) > 1]
+        other = _gathered(
+            (f"computed with other code of polyfed, of digest {entry.source}", self._place(self.cells[number]))
+            for number, entries in sorted(self.reported.items())
+            for entry in entries
+            if entry.state == "finished" and entry.source not in ("", self.code)
+        )
         edges = _gathered((note, self._place(cell)) for n, cell in enumerate(self.cells) for note in self.edges(n))
         return (
             shared
+            + [(text, list(dict.fromkeys(places))) for text, places in other]
             + edges
             + _gathered(
                 (note, self._place(cell))

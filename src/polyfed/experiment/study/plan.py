@@ -21,7 +21,7 @@ from polyfed.experiment.recipes.recipe import Recipe, parse_recipe, read_table
 from polyfed.experiment.recipes.sections import SECTIONS
 from polyfed.experiment.recipes.settings import APART
 from polyfed.experiment.results.round_facts import versions
-from polyfed.experiment.study.ranges import at, combinations, edit, end_of, put, sets
+from polyfed.experiment.study.ranges import at, combinations, edit, end_of, put, remove, sets
 from polyfed.experiment.study.run_checks import (
     Measured,
     ModelCheck,
@@ -53,6 +53,7 @@ class Cell:
         space: The keys whose values a search chooses, with their lists or ranges.
         skip: Why the cell is left out. Empty if the study runs the cell.
         settings_of: The method whose search chooses the values of these keys. Empty if the cell has its own search.
+        ranked: Whether the cell counts in the mean ranks.
     """
 
     method: str
@@ -62,6 +63,7 @@ class Cell:
     space: Mapping[str, Any]
     skip: str = ""
     settings_of: str = ""
+    ranked: bool = True
 
     @property
     def label(self) -> str:
@@ -114,6 +116,7 @@ class Planner:
         models: Checks whether the algorithms can train the models.
         measured: One entry for each checked cell: the names of the metrics that its runs will have. Cells whose metrics
             are not known before a run have no entry.
+        dry: What a dry run of a recipe tells, by the recipe as JSON; see `_dry_run`.
         loaded: A pair: the section [data] of the last data set, as JSON, and the data set itself.
     """
 
@@ -121,6 +124,7 @@ class Planner:
     fingerprints: dict[str, tuple[str, bool]] = field(default_factory=dict)
     models: ModelCheck = field(default_factory=ModelCheck)
     measured: list[Measured] = field(default_factory=list)
+    dry: dict[str, tuple[str, tuple[Measured, str] | None]] = field(default_factory=dict)
     loaded: tuple[str, Columns] | None = None
 
     def cells(self, problems: list[str]) -> list[Cell]:
@@ -132,7 +136,7 @@ class Planner:
         faults: dict[str, list[str]] = {}
         found = []
         for scenario, method in itertools.product(self.study.scenarios, self.study.methods):
-            for values in combinations(self.study.grid_of(method)):
+            for values in combinations(self.study.grid_of(method) | self.study.curve_of(scenario)):
                 errors: list[str] = []
                 cell = noted(errors, lambda values=values: self._cell(method, scenario, values))  # type: ignore[misc]  # noqa: B023
                 if cell is not None:
@@ -195,7 +199,7 @@ class Planner:
         for key, value in values.items():
             put(table, key, value)
         skip = ""
-        space = study.searched_keys(method)
+        space = {} if source.curve else study.searched_keys(method)
         for number, rule in enumerate(study.when, 1):
             if holds(rule.match, table, {"method": method, "scenario": scenario}):
                 if twice := [key for key in space if sets(rule.set, key) or key in rule.unset]:
@@ -204,7 +208,9 @@ class Planner:
                 skip = skip or rule.skip
         if at(table, "engine.threads") is None:
             put(table, "engine.threads", 1)
-        return Cell(method, scenario, values, table, space, skip, chosen.settings_of or "")
+        taken = "" if source.curve else chosen.settings_of or ""
+        ranked = chosen.ranked and not source.curve
+        return Cell(method, scenario, values, table, space, skip, taken, ranked)
 
     def _check(self, cell: Cell, errors: list[str]) -> None:
         """Add the faults of a cell's recipe to the list.
@@ -228,11 +234,27 @@ class Planner:
         has = any(at(cell.table, f"clients.{option}") for option in options)
         if searched and not has and not self._has_validation_rows(cell):
             errors.append("the search needs validation rows: set clients.validation, as in clients.validation = 0.1")
-        if recipe is not None and not errors and (clients := clients_of(recipe, self._columns(recipe))) is not None:
-            errors += filter(None, [policy_fault(recipe, clients)])
-            if (known := measured_by(recipe, clients)) is not None:
+        if recipe is not None and not errors:
+            refused, known = self._dry_run(recipe)
+            errors += filter(None, [refused])
+            if known is not None:
                 self.measured.append(known[0])
                 errors += filter(None, [metric_fault(self.study.metrics_of(cell.scenario), *known)])
+
+    def _dry_run(self, recipe: Recipe) -> tuple[str, tuple[Measured, str] | None]:
+        """Return why the policy refuses a recipe, or "", and what its runs measure; see `run_checks`.
+
+        Neither depends on the learning rate, so recipes that differ in nothing else have one dry run.
+        """
+        table = copy.deepcopy(recipe.table())
+        remove(table, "train.lr")
+        text = json.dumps(table, sort_keys=True, default=str)
+        if text not in self.dry:
+            clients = clients_of(recipe, self._columns(recipe))
+            self.dry[text] = (
+                ("", None) if clients is None else (policy_fault(recipe, clients), measured_by(recipe, clients))
+            )
+        return self.dry[text]
 
     def _checked(self, cell: Cell, last: bool) -> Recipe:
         """Return the recipe of a cell with the first or the last candidate value of each searched key."""

@@ -132,6 +132,11 @@ def grid_size(keys: Mapping[str, Any]) -> int:
     return math.prod(len(values_of(entry)) for entry in keys.values())
 
 
+def lines_size(keys: Mapping[str, Any]) -> int:
+    """The number of settings of a search that varies one key at a time; see `entry_of` for errors."""
+    return sum(len(values_of(entry)) for entry in keys.values())
+
+
 def flat_keys(table: Mapping[str, Any], stop: Sequence[str] = WHOLE, head: str = "") -> dict[str, Any]:
     """Flatten nested tables to dotted keys. A table that is empty, or that has a key of `stop`, counts as a value.
 

@@ -28,8 +28,11 @@ PAGE, NUMBERS = "index.html", "results.csv"
 STATES: tuple[State, ...] = ("finished", "running", "paused", "failed", "left")
 
 
-def claim(folder: Path) -> dict[str, list[str]]:
-    """Create the folder of a study, unless it already exists. Return the warnings of its runs, by the run's name.
+def claim(folder: Path) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Create the folder of a study, unless it already exists.
+
+    Returns:
+        By the name of a run: its warnings, and the digest of the code that computed its result.
 
     Raises:
         RecipeError: the folder holds other files, or cannot be created.
@@ -46,8 +49,10 @@ def claim(folder: Path) -> dict[str, list[str]]:
     try:
         facts = parse_as(STUDY_FACTS, (folder / STUDY).read_text(encoding="utf-8"))
     except (OSError, ValueError):  # the sweep writes this file again
-        return {}
-    return {Path(run["folder"]).name: run.get("remarks", []) for run in facts.get("runs", [])}
+        return {}, {}
+    runs = {Path(run["folder"]).name: run for run in facts.get("runs", [])}
+    sources = {name: run.get("source", "") for name, run in runs.items() if run["state"] == "finished"}
+    return {name: run.get("remarks", []) for name, run in runs.items()}, sources
 
 
 def write(board: Board, study: Study) -> None:
@@ -181,9 +186,11 @@ def _run(board: Board, entry: Entry, number: int | None) -> dict[str, Any]:
         "state": entry.state,
         "why": entry.why,
         "remarks": entry.remarks,
+        "source": entry.source,
         "values": dict(cell.values),
         "chosen": dict(entry.chosen),
         "settings_of": cell.settings_of,
+        "ranked": cell.ranked,
         "edges": [] if number is None else board.edges(number),
     }
 

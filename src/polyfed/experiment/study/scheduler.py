@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyfed.core.errors import RecipeError
+from polyfed.experiment.results.round_facts import code_digest
 from polyfed.experiment.running import machine
 from polyfed.experiment.running.events import Emitter, Listener
 from polyfed.experiment.running.lock import alone_in
 from polyfed.experiment.study import results
 from polyfed.experiment.study.board import Board, Entry
+from polyfed.experiment.study.known_results import Known, read_known, restore, write_known
 from polyfed.experiment.study.plan import Cell, Planner, planned
 from polyfed.experiment.study.pool import Message, Pool, RayPool
 from polyfed.experiment.study.ranges import put
@@ -25,11 +27,17 @@ KILLS = 6
 then be too small for this run, even if it runs alone. With a smaller number, kills from outside could also make a run
 fail: five of them may all hit one run."""
 
+DIGITS = 12
+"""The digits of the digest of polyfed's code that name the code beside a result."""
+
 PATIENCE = 0.5
 """Seconds between two looks at the free memory."""
 
 PAGE_EVERY = 5.0
-"""Seconds between two versions of the page while runs go on."""
+"""Seconds between two versions of the page while runs go on, at least."""
+
+PAGE_SHARE = 0.02
+"""The part of the time that is spent on the page, which takes longer the more runs it lists."""
 
 Needs = Iterator[list[Entry]]
 """The runs that a cell needs next. All of them must end before the cell continues."""
@@ -41,6 +49,7 @@ def sweep(
     *,
     jobs: int | None = None,
     ray: str | None = None,
+    known: str | Path | None = None,
     listeners: Sequence[Listener] = (),
 ) -> "pd.DataFrame":
     """Carry out a study: every method in every scenario, with every combination of the grid, on every seed.
@@ -52,6 +61,8 @@ def sweep(
             memory is short.
         ray: the address of a Ray cluster (docs/cluster.md) whose nodes carry out the runs, or "" for the cluster that
             RAY_ADDRESS names or this machine belongs to. All nodes must share the folder. None: this machine alone.
+        known: a file with results of this study, which are not computed again. At the end, the sweep writes its own
+            results into the file too, so that they can travel to another machine; see docs/sweep.md.
         listeners: called with every event, as `listener(event, board=...)`; see docs/sweep.md.
 
     Returns:
@@ -68,7 +79,7 @@ def sweep(
         raise RecipeError(f"--jobs {jobs}: must be 1 or more")
     folder = _folder_of(study, out)
     with processes(folder, jobs or machine.cores()) if ray is None else RayPool(folder, jobs, ray) as pool:
-        return results.frame(carried_out(study, folder, pool, listeners))
+        return results.frame(carried_out(study, folder, pool, listeners, None if known is None else Path(known)))
 
 
 def processes(folder: Path, jobs: int) -> Pool:
@@ -77,25 +88,32 @@ def processes(folder: Path, jobs: int) -> Pool:
 
 
 def carried_out(
-    study: str | Path | Mapping[str, Any], folder: Path, pool: Pool | RayPool, listeners: Sequence[Listener] = ()
+    study: str | Path | Mapping[str, Any],
+    folder: Path,
+    pool: Pool | RayPool,
+    listeners: Sequence[Listener] = (),
+    known: Path | None = None,
 ) -> Board:
     """Carry out a study with processes that may already have carried out others in this folder; see `sweep`.
 
     If a listener raises an exception, the sweep ends with it, and so do its runs, whose checkpoints stay.
     """
+    rows = {} if known is None else read_known(known)
     planner, cells = planned(study)
     loaded = planner.study
-    remarks = results.claim(folder)
+    remarks, sources = results.claim(folder)
     metrics = {name: loaded.metrics_of(name) for name in loaded.scenarios}
-    board = Board(folder, cells, metrics, remarks=remarks)
+    board = Board(folder, cells, metrics, remarks=remarks, sources=sources, code=code_digest()[:DIGITS])
     with alone_in(folder, "another sweep is writing this study", "Wait for it, or choose another folder"):
         try:
-            _Sweep(planner, board, pool, Emitter(listeners)).carry_out()
+            _Sweep(planner, board, pool, Emitter(listeners), rows).carry_out()
         except BaseException:
             pool.drop()  # the next sweep of this pool would hear of runs that it does not know
             raise
         finally:  # also after Ctrl-C, because the page lists the unfinished runs
             results.write(board, loaded)
+            if known is not None:
+                write_known(folder, known)
     return board
 
 
@@ -109,8 +127,10 @@ def _folder_of(study: str | Path | Mapping[str, Any], out: str | Path | None) ->
 class _Sweep:
     """One sweep: collects the runs that the cells need, and passes them to the pool."""
 
-    def __init__(self, planner: Planner, board: Board, pool: Pool | RayPool, emit: Emitter) -> None:
-        self.planner, self.board, self.pool, self.emit = planner, board, pool, emit
+    def __init__(
+        self, planner: Planner, board: Board, pool: Pool | RayPool, emit: Emitter, known: Mapping[str, Known]
+    ) -> None:
+        self.planner, self.board, self.pool, self.emit, self.known = planner, board, pool, emit, known
         self.waiting: list[Entry] = []
         self.cells: dict[int, tuple[Needs, list[Entry]]] = {}
 
@@ -120,16 +140,16 @@ class _Sweep:
             if not cell.skip and not cell.settings_of:
                 self._advance(number, self._needs(number, cell), [])
         self.emit("sweep-started", board=self.board)
-        written = -math.inf
+        due = -math.inf
         while self.waiting or self.pool.running:
             self._start()
             message = self.pool.message(PATIENCE)
             if message is not None:
                 self._hear(message)
             self.emit("sweep-progress", board=self.board)
-            if time.monotonic() > written + PAGE_EVERY:
+            if (began := time.monotonic()) > due:
                 results.write(self.board, self.planner.study)
-                written = time.monotonic()
+                due = time.monotonic() + max(PAGE_EVERY, (time.monotonic() - began) / PAGE_SHARE)
         self.emit("sweep-finished", board=self.board)
 
     def _needs(self, number: int, cell: Cell) -> Needs:
@@ -171,18 +191,27 @@ class _Sweep:
             if compared is None:
                 return None
             searcher.tell(asked, *compared)
-        while unsure := searcher.unsure():
-            tried = [searcher.trials[place][0] for place in unsure]
-            batch = [[self._entry(cell, s, values, tuning=True) for s in study.tuning_seeds] for values in tried]
-            compared = yield from self._compared(number, searcher, batch, rungs[-1:])
-            if compared is None:
+            if searcher.by_lines and not (yield from self._confirm(number, searcher)):
                 return None
-            searcher.confirm(unsure, compared[0])
+        if not (yield from self._confirm(number, searcher)):
+            return None
         if searcher.best is None:
             board.blocked[number] = (
                 f"training diverged with each of the {len(searcher.trials)} settings that were tried"
             )
         return searcher.best
+
+    def _confirm(self, number: int, searcher: Searcher) -> Generator[list[Entry], None, bool]:
+        """Run the best trials with all seeds, if the search confirms them. Return whether the search can go on."""
+        cell, seeds = self.board.cells[number], self.planner.study.tuning_seeds
+        while unsure := searcher.unsure():
+            tried = [searcher.trials[place][0] for place in unsure]
+            batch = [[self._entry(cell, seed, values, tuning=True) for seed in seeds] for values in tried]
+            compared = yield from self._compared(number, searcher, batch, [searcher.rounds])
+            if compared is None:
+                return False
+            searcher.confirm(unsure, compared[0])
+        return True
 
     def _compared(
         self, number: int, searcher: Searcher, batch: Sequence[Sequence[Entry]], rungs: Sequence[int]
@@ -224,6 +253,9 @@ class _Sweep:
         name = self.planner.name(table)
         if name not in self.board.entries:
             entry = self.board.entries[name] = Entry(name, table, cell, seed, chosen, tuning)
+            if (row := self.known.get(name)) is not None and not self.board.ended(entry):
+                restore(row, entry, self.board.folder)
+                self.board.sources[name] = row["code"]
             entry.kept = self.board.look(entry)
         return self.board.entries[name]
 
@@ -253,8 +285,10 @@ class _Sweep:
                 return
         self.cells[number] = (needs, last)
         self.waiting += [entry for entry in last if entry.state == "left" and entry not in self.waiting]
-        order = {seed: place for place, seed in enumerate(self.planner.study.reported_seeds)}
-        self.waiting.sort(key=lambda entry: (not entry.tuning, order.get(entry.seed, 0)))
+        study = self.planner.study  # scenario by scenario, so that a sweep that is stopped has whole ones
+        first = {scenario: place for place, scenario in enumerate(study.scenarios)}
+        order = {seed: place for place, seed in enumerate(study.reported_seeds)}
+        self.waiting.sort(key=lambda e: (first[e.cell.scenario], not e.tuning, order.get(e.seed, 0)))
 
     def _start(self) -> None:
         """Start runs while the pool has room for them."""

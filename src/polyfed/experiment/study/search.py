@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from polyfed.core.errors import RecipeError
-from polyfed.experiment.study.ranges import Range, combinations, entry_of, values_of
+from polyfed.experiment.study.ranges import Range, combinations, entry_of, lines_size, values_of
 from polyfed.experiment.study.study_schema import LISTED, Search
 
 try:
@@ -70,7 +70,11 @@ class Searcher:
         self._first = 1 if self.search.confirm else self._seeds
         self._asked: list[Any] = []
         self._listed: list[Values] = []
+        self._lines = iter(self.space if self.by_lines else ())
+        self._begin = 0  # the place of the first trial of the line
         self._study: Any = None
+        if self.by_lines:
+            return
         if self.search.sampler in LISTED:
             search, grid = self.search, self.search.sampler == "grid"
             drawn = combinations(self.space) if grid else latin(self.space, search.trials, search.sampler_seed)
@@ -86,8 +90,15 @@ class Searcher:
             self._study = optuna.create_study(direction="maximize", sampler=self._sampler(), pruner=pruner)
 
     @property
+    def by_lines(self) -> bool:
+        """Whether the search varies one key at a time."""
+        return self.search.sampler == "lines"
+
+    @property
     def budget(self) -> int:
         """The number of trials. It is smaller than the study's number if there are fewer settings."""
+        if self.by_lines:
+            return lines_size(self.space)
         return min(self.search.trials, len(self._listed)) if self._study is None else self.search.trials
 
     @property
@@ -103,6 +114,8 @@ class Searcher:
 
     def ask(self) -> list[Values]:
         """Return the settings of the next batch, or an empty list when all trials are used."""
+        if self.by_lines:
+            return self._line()
         done = len(self.trials)
         left = self.budget - done
         if self.search.prune == "median":
@@ -112,6 +125,14 @@ class Searcher:
             return self._listed[done : done + number]
         self._asked = [self._study.ask() for _ in range(number)]
         return [{key: _suggested(trial, key, space) for key, space in self._spaces.items()} for trial in self._asked]
+
+    def _line(self) -> list[Values]:
+        """Return the values of the next key at the best setting so far. A key that is not reached keeps its default."""
+        best, key = self.best if self.trials else {}, next(self._lines, None)
+        if best is None or key is None:
+            return []
+        self._begin = len(self.trials)
+        return [{**best, key: value} for value in values_of(self.space[key])]
 
     def stay(self, rung: int, scores: Mapping[int, float | None]) -> list[int]:
         """Return which trials of the last batch go on after a rung.
@@ -156,12 +177,15 @@ class Searcher:
     def unsure(self) -> list[int]:
         """Return the places of the trials that need all seeds next, best first; none if one of them has trained.
 
-        Trials that stopped early come last. Those that got further come first among them.
+        Trials that stopped early come last. Those that got further come first among them. A search by lines asks for
+        the trials of its last line.
         """
-        if not self.search.confirm or any(self.trials[place][1] is not None for place in self.confirmed):
+        sure = {place for place in self.confirmed if place >= self._begin}
+        if not self.search.confirm or any(self.trials[place][1] is not None for place in sure):
             return []
         sign = 1 if self.lowest else -1
-        left = {p: s for p, (_, s) in enumerate(self.trials) if s is not None and p not in self.confirmed}
+        tried = list(enumerate(self.trials))[self._begin :]
+        left = {place: score for place, (_, score) in tried if score is not None and place not in sure}
         last = {place: self.pruned.get(place, self.rounds) for place in left}
         return sorted(left, key=lambda place: (-last[place], sign * left[place]))[: self.search.confirm]
 

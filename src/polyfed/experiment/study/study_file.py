@@ -10,14 +10,26 @@ from polyfed.core.errors import RecipeError, did_you_mean
 from polyfed.core.option_checks import checked
 from polyfed.core.system.json_and_toml import parse_toml
 from polyfed.experiment.study.default_ranges import default_space
-from polyfed.experiment.study.ranges import WHOLE, entry_of, flat_keys, grid_size, refuse_many, sets, values_of
-from polyfed.experiment.study.study_schema import LISTED, NAMES, Method, Scenario, Search, Study, When
+from polyfed.experiment.study.ranges import (
+    WHOLE,
+    entry_of,
+    flat_keys,
+    grid_size,
+    lines_size,
+    refuse_many,
+    sets,
+    values_of,
+)
+from polyfed.experiment.study.study_schema import NAMES, WITH_VALUES, Method, Scenario, Search, Study, When
 
 GROUPS = ("global", "personal", "unimodal", "global_by_client")
 """Groups of metrics in result.json that a study may report."""
 
 SECTIONS = ("methods", "scenarios", "when", "search")
 """Keys of a study that hold sections."""
+
+SIZES = {"grid": grid_size, "lines": lines_size}
+"""The samplers that try all their settings, and how many these are."""
 
 RANGE = ("low", "high")
 """A table that has one of these keys is a range."""
@@ -83,7 +95,15 @@ def parse_study(
     if study is None:
         return None
     study = _with_default_ranges(_with_scenario(study))
-    checks = _check_matches, _check_values, _check_sizes, _check_pruning, _check_settings_of, _check_metrics
+    checks = (
+        _check_matches,
+        _check_curves,
+        _check_values,
+        _check_sizes,
+        _check_pruning,
+        _check_settings_of,
+        _check_metrics,
+    )
     for check in (*checks, _check_recipes):
         check(study, problems)
     return study if _check_seeds(study, problems) else None
@@ -193,17 +213,17 @@ def _check_values(study: Study, problems: list[str]) -> None:
     if study.search is not None:
         places["[search] keys"] = study.search.keys
     for where, keys in places.items():
-        whole = not where.endswith(("search", "keys")) or _sampler(study) in LISTED
+        whole = not where.endswith(("search", "keys")) or _sampler(study) in WITH_VALUES
         for key, entry in list(keys.items()):
             if tried(problems, f"{where} {key}:", partial(values_of if whole else entry_of, entry)) is None:
                 del keys[key]
-    if study.search is not None and _sampler(study) == "grid":
+    if study.search is not None and (size_of := SIZES.get(_sampler(study))) is not None:
         for name, method in study.methods.items():
-            size = 0 if method.settings_of else grid_size(study.searched_keys(name))
+            size = 0 if method.settings_of else size_of(study.searched_keys(name))
             if size > study.search.trials:
                 problems.append(
-                    f"[search] trials = {study.search.trials}: the grid of '{name}' has {size} settings. Give as many "
-                    "trials, or another sampler"
+                    f"[search] trials = {study.search.trials}: the {study.search.sampler} of '{name}' has {size} "
+                    "settings. Give as many trials, or another sampler"
                 )
 
 
@@ -216,6 +236,13 @@ def _check_sizes(study: Study, problems: list[str]) -> None:
             problems.append(f"the grid of '{name}': {error}")
             method.grid.clear()
             study.grid.clear()
+
+
+def _check_curves(study: Study, problems: list[str]) -> None:
+    """Check that a scenario with a curve has keys to draw it over."""
+    for name, scenario in study.scenarios.items():
+        if scenario.curve and not study.curve_of(name):
+            problems.append(f"[scenarios.{name}] curve needs [search] keys, whose values are its lines")
 
 
 def _check_pruning(study: Study, problems: list[str]) -> None:

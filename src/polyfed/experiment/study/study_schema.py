@@ -10,7 +10,10 @@ from polyfed.core.option_checks import AT_LEAST_ONE, NOT_NEGATIVE, between, chec
 from polyfed.experiment.study.ranges import values_of
 
 LISTED = ("grid", "latin")
-"""The samplers that know all their settings before the first trial. They need values instead of ranges."""
+"""The samplers that know all their settings before the first trial."""
+
+WITH_VALUES = (*LISTED, "lines")
+"""The samplers that need values instead of ranges."""
 
 NAMES = ("method", "scenario")
 """The words of `match` that are not keys of a recipe."""
@@ -26,12 +29,15 @@ class Scenario:
         metric: The metric that is reported. The default is the study's `metric`.
         set: Keys of the recipe and their values.
         unset: Keys or sections that are removed from the recipe.
+        curve: Whether methods are not searched here, because validation rows cannot judge them. Every value of [search]
+            `keys` is then a line of the table, and the scenario is left out of the mean ranks.
     """
 
     recipe: str | None = None
     metric: str | list[str] | None = None
     set: dict[str, Any] = field(default_factory=dict)
     unset: list[str] = field(default_factory=list)
+    curve: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +53,8 @@ class Method:
         settings_of: The name of another method. This method then has no search of its own: in each scenario, it takes
             the values that the search chose for the other method. A method and its placebo can thus have the same
             settings.
+        ranked: Whether the method has a mean rank. A reference or a placebo that would take the ranks of others has
+            none.
     """
 
     set: dict[str, Any] = field(default_factory=dict)
@@ -54,6 +62,7 @@ class Method:
     grid: dict[str, Any] = field(default_factory=dict)
     search: dict[str, Any] = field(default_factory=dict)
     settings_of: str | None = None
+    ranked: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,14 +92,16 @@ class Search:
         keys: Keys that are searched for every method, with their lists or ranges.
         ranges: With "default", every method also searches the values that its options declare, and the learning rate.
             Keys of the method, of `keys` and of `set` have precedence.
-        sampler: "tpe", "random" or "qmc", which are Optuna's; "grid", which tries every combination; or "latin", which
+        sampler: "tpe", "random" or "qmc", which are Optuna's; "grid", which tries every combination; "latin", which
             tries all values of each key equally often (a Latin hypercube; McKay, Beckman & Conover, Technometrics 21,
-            1979). The last two need lists, or ranges with `count` or `step`.
+            1979); or "lines", which tries all values of the first key of `keys`, then at the best one all values of the
+            next key, and so on. The last three need lists, or ranges with `count` or `step`.
         sampler_seed: The seed of the sampler.
         batch: The number of trials that the sampler proposes before it sees their scores. These trials can run at the
             same time. The result depends on this number, but not on the number of processes.
         confirm: With a number above 0, trials run with the first of `seeds` only, and then the best ones, so many at
             once, with all of them. The best mean of these is chosen. If training diverged with each, the next follow.
+            The sampler "lines" does so after every line.
         prune: How trials stop early, by their validation scores at the *rungs*: the rounds `least_rounds`,
             `least_rounds * reduction` and so on. "halving" (successive halving; Jamieson & Talwalkar 2016) keeps one of
             `reduction` trials of a batch at each rung, so every method spends the same number of rounds. "median" stops
@@ -104,7 +115,7 @@ class Search:
     seeds: list[int] | dict[str, Any]
     keys: dict[str, Any] = field(default_factory=dict)
     ranges: Literal["", "default"] = ""
-    sampler: Literal["tpe", "random", "qmc", "grid", "latin"] = "tpe"
+    sampler: Literal["tpe", "random", "qmc", "grid", "latin", "lines"] = "tpe"
     sampler_seed: Annotated[int, NOT_NEGATIVE] = 0
     batch: Annotated[int, AT_LEAST_ONE] = 4
     confirm: Annotated[int, NOT_NEGATIVE] = 0
@@ -129,6 +140,12 @@ class Search:
             raise RecipeError(
                 f"[search] prune = 'halving': a batch of {self.batch} trials is smaller than reduction = "
                 f"{self.reduction}. Set batch to {self.reduction} or more, for example to the number of trials",
+                ("search", "prune"),
+            )
+        if self.prune and self.sampler == "lines":
+            raise RecipeError(
+                "[search] sampler = 'lines' compares the values of one key at the last round. Leave out prune, or use "
+                "another sampler; confirm saves runs too",
                 ("search", "prune"),
             )
         if self.prune == "median" and self.sampler in LISTED:
@@ -211,6 +228,10 @@ class Study:
     def grid_of(self, method: str) -> dict[str, Any]:
         """The keys of a method's grid, with their lists or ranges."""
         return self.grid | self.methods[method].grid
+
+    def curve_of(self, scenario: str) -> dict[str, Any]:
+        """The keys whose values are lines of the table of a scenario, instead of a search; empty without a curve."""
+        return self.search.keys if self.search is not None and self.scenarios[scenario].curve else {}
 
     def metrics_of(self, scenario: str) -> list[str]:
         """Return the metrics of a scenario. The study reports the first of these metrics that a run has."""

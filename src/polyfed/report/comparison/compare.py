@@ -55,6 +55,7 @@ class Group:
         notes: the runs' warnings, and the parts of the method that had no effect.
         searched: the keys of the recipe whose values the study's search chose.
         settings_of: the method for which the search chose these values, if this is another method. Otherwise empty.
+        ranked: whether the group counts in the mean ranks.
     """
 
     label: str
@@ -68,6 +69,7 @@ class Group:
     notes: tuple[str, ...] = ()
     searched: tuple[str, ...] = ()
     settings_of: str = ""
+    ranked: bool = True
 
     @property
     def num_folds(self) -> int:
@@ -268,6 +270,7 @@ def compare(dirs: Iterable[str | Path], reach: float | None = None) -> Compariso
             metrics=own.metrics,
             searched=own.searched,
             settings_of=own.settings_of,
+            ranked=own.ranked,
             notes=(
                 *own.edges,
                 *notes_of([notes_of_run(() if run is None else run.remarks, folder.result) for folder, run in bundle]),

@@ -29,7 +29,7 @@ class Difference:
         low: lower end of the 95 % interval of the mean.
         high: upper end of the interval.
         p: two-sided p-value.
-        p_holm: the p-value after Holm's correction over all differences of the same table.
+        p_holm: the p-value after Holm's correction over the differences of the same table in the same scenario.
     """
 
     scenario: str
@@ -147,7 +147,13 @@ def evidence(
     scenarios = list(dict.fromkeys(group.scenario for group in comparison.groups))
     others = [(scenario, m, baseline) for scenario in scenarios for m in methods if m != baseline]
     by_scenario = metric_by_scenario(comparison, metrics)
-    ranked, ranks, blocks = _ranks(_rising(by_place, by_scenario), methods, scenarios)
+    counted = {(group.scenario, group.method) for group in comparison.groups if group.ranked}
+    of_ranks = {place: own for place, own in _rising(by_place, by_scenario).items() if place in counted}
+    ranked, ranks, blocks = _ranks(
+        of_ranks,
+        [method for method in methods if any(method == other for _, other in counted)],
+        [scenario for scenario in scenarios if any(scenario == other for other, _ in counted)],
+    )
     return Evidence(
         by_scenario,
         test,
@@ -181,16 +187,21 @@ def _tested(
     scores: Mapping[tuple[str, str], dict[tuple[int, str], float]],
     test: Test,
 ) -> tuple[Difference, ...]:
-    """Test the differences of each (scenario, method, baseline), with Holm's correction over all of them."""
+    """Test the differences of each (scenario, method, baseline), with Holm's correction over those of a scenario."""
     found = [
         (scenario, method, baseline, paired(differences, test))
         for scenario, method, baseline in pairs
         if (differences := _differences(scores.get((scenario, method)), scores.get((scenario, baseline))))
     ]
-    corrected = holm([result.p for *_, result in found])
+    families: dict[str, list[int]] = {}
+    for place, (scenario, *_) in enumerate(found):
+        families.setdefault(scenario, []).append(place)
+    corrected: dict[int, float | None] = {}
+    for places in families.values():
+        corrected |= zip(places, holm([found[place][-1].p for place in places]), strict=True)
     return tuple(
-        Difference(scenario, method, baseline, **vars(result), p_holm=p)
-        for (scenario, method, baseline, result), p in zip(found, corrected, strict=True)
+        Difference(scenario, method, baseline, **vars(result), p_holm=corrected[place])
+        for place, (scenario, method, baseline, result) in enumerate(found)
     )
 
 
@@ -266,7 +277,7 @@ def _ranks(
         runs = {run for own in by_place.values() for run in own}
         seeds, folds = ({run[place] for run in runs} for place in (0, 1))
         blocks = "seeds" if len(folds) < 2 else "folds" if len(seeds) < 2 else "seeds and folds"
-        columns = {m: dict(by_place.get((scenarios[0], m), {})) for m in methods}  # type: ignore[arg-type]
+        columns = {m: dict(by_place.get((*scenarios, m), {})) for m in methods}  # type: ignore[arg-type, call-overload]
         wanted = set().union(*columns.values())
     ranked = tuple(method for method in methods if set(columns[method]) == wanted)
     if len(ranked) < 3 or len(wanted) < 2:

@@ -73,6 +73,9 @@ MOST_PAIRS = 10_000
 ROUNDING = 1e-12
 """The largest spread of differences that are equal except for rounding errors."""
 
+DIGITS = 9
+"""Mean scores that agree in so many decimals are a tie: sums of the same scores in another order differ by rounding."""
+
 
 def paired(differences: Sequence[float], test: Test = "t") -> Paired:
     """Test whether the mean of paired differences is 0.
@@ -151,12 +154,14 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
 def mean_ranks(scores: Sequence[Sequence[float]]) -> MeanRanks:
     """Rank methods in each block, and average the ranks. The highest score is the best; equal scores share their ranks.
 
+    Scores are equal if they agree in `DIGITS` decimals.
+
     Args:
         scores: (N, K), a row for each block and a column for each method, N at least 2 and K at least 3.
     """
     from scipy import stats
 
-    table = np.asarray(scores, dtype=np.float64)
+    table = np.asarray(scores, dtype=np.float64).round(DIGITS)
     blocks, methods = table.shape
     ranks = stats.rankdata(-table, axis=1).mean(axis=0)
     with warnings.catch_warnings():

@@ -1,6 +1,7 @@
 """A comparison as text tables for the terminal, Markdown and LaTeX, and as numbers in CSV and JSON."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -128,9 +129,12 @@ def _pairing(proof: Evidence, rows: Sequence[Difference]) -> str:
         return "paired by seed: each row has one pair, and a test needs at least two, so run the methods on more seeds"
     shared = "; folds share training rows, so intervals and p are too small" if proof.folded else ""
     test = "Student's t" if proof.test == "t" else "Wilcoxon's signed-rank test"
+    sizes = Counter(row.scenario for row in rows if row.p is not None).values()
+    each = " in each scenario" if len({row.scenario for row in rows}) > 1 else ""
+    tests = " to ".join(map(str, sorted({min(sizes, default=0), max(sizes, default=0)})))
     return (
-        f"paired by {proof.units}: mean with its 95 % interval; p by {test}, then after Holm's correction over "
-        f"{sum(row.p is not None for row in rows)} tests{shared}"
+        f"paired by {proof.units}: mean with its 95 % interval; p by {test}, then after Holm's correction over {tests} "
+        f"tests{each}{shared}"
     )
 
 

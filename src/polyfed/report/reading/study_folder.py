@@ -31,6 +31,8 @@ class StudyRun(TypedDict):
     remarks: NotRequired[list[str]]
     chosen: NotRequired[dict[str, Any]]
     settings_of: NotRequired[str]
+    ranked: NotRequired[bool]
+    source: NotRequired[str]
     edges: NotRequired[list[str]]
 
 
@@ -69,6 +71,7 @@ class NamedRun:
         searched: the keys of the recipe whose values the study's search chose.
         settings_of: the method for which the search chose these values, if this is another method. Otherwise empty.
         edges: a sentence for each of these values that lies at an edge of its range.
+        ranked: whether the run counts in the mean ranks.
     """
 
     folder: Path
@@ -79,6 +82,7 @@ class NamedRun:
     searched: tuple[str, ...] = ()
     settings_of: str = ""
     edges: tuple[str, ...] = ()
+    ranked: bool = True
 
 
 @dataclass(frozen=True)
@@ -189,6 +193,7 @@ def _reported(path: Path) -> list[NamedRun]:
             tuple(run.get("chosen", {})),
             run.get("settings_of", ""),
             tuple(run.get("edges", [])),
+            run.get("ranked", True),
         )
         for run in runs
     ]

@@ -1,0 +1,169 @@
+"""The results of a study in one small file, with which a sweep goes on on another machine.
+
+Each line of the file, which is compressed, is a run: its name, which is a digest of its recipe, its data and the
+versions; where it stands in the study; its scores; and the digest of the code of polyfed that computed them. A run has
+the same name on every machine, so a sweep finds its result by the name.
+"""
+
+import gzip
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NotRequired
+
+import tomli_w
+from pydantic import TypeAdapter, with_config
+from typing_extensions import TypedDict
+
+from polyfed.core.errors import DataError
+from polyfed.core.system.files import RECIPE, RESULT, ROUNDS, STUDY, replace_text
+from polyfed.core.system.json_and_toml import parse_json
+from polyfed.experiment.study.board import FAILURES, Entry
+from polyfed.experiment.study.plan import quiet
+from polyfed.report.reading.run_folder import Folder
+from polyfed.report.reading.run_schema import ANY_KEYS, ROUND_ROW, RUN_RESULT, parse_as
+from polyfed.report.reading.study_folder import StudyRun, facts_of_study
+
+KEPT = ("algorithm", "seed", "rounds", "task", "bytes_up", "bytes_down", "seconds", "simulated_seconds")
+"""What the file keeps of `result.json`, beside the scores."""
+
+SUMMED = ("bytes_up", "bytes_down", "simulated_seconds")
+"""What a kept round sums up over the rounds since the last one that is kept."""
+
+
+@with_config(ANY_KEYS)
+class Known(TypedDict):
+    """A line of the file. `failure` stands for the result of a run whose training diverged."""
+
+    run: str
+    scenario: str
+    method: str
+    seed: int
+    tuning: bool
+    chosen: dict[str, Any]
+    code: str
+    result: NotRequired[dict[str, Any]]
+    evaluated: NotRequired[list[dict[str, Any]]]
+    failure: NotRequired[dict[str, Any]]
+
+
+_LINE: TypeAdapter[Known] = TypeAdapter(Known)
+
+
+def read_known(file: Path) -> dict[str, Known]:
+    """Read a file of known results, by the names of the runs; empty if there is no such file.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    if not file.exists():
+        return {}
+    try:
+        lines = gzip.decompress(file.read_bytes()).decode("utf-8").splitlines()
+        rows = [_LINE.validate_python(parse_json(line)) for line in lines]
+        for row in rows:
+            parse_as(RUN_RESULT, json.dumps(row.get("result", {})))
+            for evaluated in row.get("evaluated", []):
+                parse_as(ROUND_ROW, json.dumps(evaluated))
+    except (OSError, EOFError, ValueError) as error:
+        why = str(error).partition("\n")[0]
+        raise DataError(f"{file} holds no results of a study: {why}. Take a copy, or leave the file out") from None
+    return {row["run"]: row for row in rows}
+
+
+def write_known(folder: Path, file: Path) -> int:
+    """Write the finished and the diverged runs of a study's folder into a file, beside those that it holds already.
+
+    Args:
+        folder: the folder of a study.
+        file: the file, which is replaced as a whole. Equal results give equal bytes.
+
+    Returns:
+        The number of runs in the file.
+
+    Raises:
+        DataError: the file or the folder is damaged.
+    """
+    facts = facts_of_study(folder) if (folder / STUDY).is_file() else {}
+    rows = read_known(file)
+    metrics = facts.get("metrics", {})
+    for run in facts.get("runs", []):
+        name = Path(run["folder"]).name
+        if name not in rows and (content := _content(folder, run, metrics.get(run["scenario"], []))):
+            rows[name] = {
+                "run": name,
+                "scenario": run["scenario"],
+                "method": run["method"],
+                "seed": run["seed"],
+                "tuning": run["tuning"],
+                "chosen": run.get("chosen", {}),
+                "code": run.get("source", ""),
+                **content,
+            }
+    ordered = sorted(rows.values(), key=lambda row: (row["scenario"], row["method"], row["tuning"], row["run"]))
+    text = "".join(json.dumps(row, separators=(",", ":"), sort_keys=True) + "\n" for row in ordered)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    made = file.with_name(f".{file.name}")
+    made.write_bytes(gzip.compress(text.encode(), 9, mtime=0))
+    made.replace(file)
+    return len(rows)
+
+
+def _content(folder: Path, run: StudyRun, metrics: Iterable[str]) -> dict[str, Any]:
+    """Return the entries of a run's line that hold its result; empty if the run has not ended."""
+    path = folder / run["folder"]
+    if run["state"] == "finished":
+        result = Folder(path).result
+        kept = {key: result[key] for key in KEPT if key in result}
+        if run["tuning"]:  # the search reads nothing else
+            return {"result": kept | {"metrics": _scores(result, metrics)}}
+        groups = {metric.partition(".")[0] for metric in metrics} | {"validation"}
+        scores = {name: own for name, own in result.get("metrics", {}).items() if name in groups}
+        return {"result": kept | {"metrics": scores}, "evaluated": list(_evaluated(Folder(path), metrics))}
+    failure = folder / FAILURES / f"{path.name}.json"
+    return {"failure": parse_json(failure.read_text(encoding="utf-8"))} if failure.is_file() else {}
+
+
+def _evaluated(run: Folder, metrics: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Yield the evaluated rounds of a run with the reported metrics, and what was spent since the last one."""
+    spent: dict[str, Any] = {}
+    for row in run.rounds():
+        for name in SUMMED:
+            if row.get(name) is not None:
+                spent[name] = spent.get(name, 0) + row[name]
+        spent["train"] = spent.get("train", 0.0) + (row.get("seconds", {}).get("train") or 0.0)
+        if scores := _scores(row, metrics):
+            train = round(spent.pop("train"), 4)
+            yield {"round": row["round"], "metrics": scores, "seconds": {"train": train}, **spent}
+            spent = {}
+
+
+def _scores(row: Mapping[str, Any], metrics: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return these metrics of a result or a round, as far as it has them."""
+    found: dict[str, dict[str, Any]] = {}
+    for group, _, name in (metric.partition(".") for metric in metrics):
+        if name in row.get("metrics", {}).get(group, {}):
+            found.setdefault(group, {})[name] = row["metrics"][group][name]
+    return found
+
+
+def restore(known: Known, entry: Entry, folder: Path) -> None:
+    """Write a known result into the folder of a study, as if the run had ended there.
+
+    The folder of the run has its recipe, its result and its evaluated rounds, and no ledger, report or model.
+    """
+    if "failure" in known:
+        (folder / FAILURES).mkdir(parents=True, exist_ok=True)
+        replace_text(folder / FAILURES / f"{entry.name}.json", json.dumps(known["failure"]))
+        return
+    path = folder / "runs" / entry.name
+    made = path.with_name(f".{entry.name}")
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir(parents=True)
+    rows: Iterable[Mapping[str, Any]] = known.get("evaluated", ())
+    (made / RECIPE).write_text(tomli_w.dumps(quiet(entry.recipe).table()), encoding="utf-8")
+    (made / ROUNDS).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (made / RESULT).write_text(json.dumps(known.get("result", {})), encoding="utf-8")
+    shutil.rmtree(path, ignore_errors=True)  # the begin of a run that was stopped
+    made.rename(path)  # in one step, so that no run has a part of its files
