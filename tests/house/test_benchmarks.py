@@ -16,7 +16,6 @@ import torch
 
 from polyfed.data.columns import TEST, TRAIN, VALIDATION, Columns
 from polyfed.report.comparison.paired_differences import Difference
-from polyfed.report.comparison.paired_tests import MeanRanks
 from polyfed.report.comparison.tables import Sheet
 from refusals import refuses
 
@@ -204,32 +203,53 @@ def test_the_leaderboard_marks_the_scores_that_differ_from_fedavgs(leaderboard, 
         Difference("first", "moon", "fedavg", 5, 0.14, 0.121, 0.159, 0.0001, 0.004),
         Difference("second", "moon", "fedavg", 5, 0.01, -0.01, 0.03, 0.2, 0.4),
     ]
-    folder = SimpleNamespace(result={"bytes_up": 1, "bytes_down": 1})
-    groups = [SimpleNamespace(method=m, scenario=s, folders=[folder]) for m in ("fedavg",) for s in ("first", "second")]
-    found = leaderboard["scores_of"](SimpleNamespace(groups=groups), SimpleNamespace(differences=differences))
-    assert found.best == {(1, 1)}
-    assert found.headings[-1] == "bytes, FedAvg = 1"
-    assert [row[-1] for row in found.rows] == ["1", "–"]
+    groups = [SimpleNamespace(scenario=scenario) for scenario in ("first", "second")]
+    sheet = leaderboard["scores_of"](SimpleNamespace(groups=groups), SimpleNamespace(differences=differences))
+    assert sheet.best == {(1, 1)}
 
 
-def test_the_leaderboard_gives_the_traffic_as_a_multiple_of_fedavgs(leaderboard):
-    sent = {"fedavg": (100, 400), "moon": (300, 800), "local": (0, 1), "moon-placebo": (300, 800)}
-    groups = [
-        SimpleNamespace(
-            method=method, scenario=scenario, folders=[SimpleNamespace(result={"bytes_up": size, "bytes_down": size})]
-        )
-        for method, sizes in sent.items()
-        for scenario, size in zip(("first", "second"), sizes, strict=True)
+def ended(folder: Path, score: float, validation: float, bytes_up: int) -> dict[str, Any]:
+    """Write the folder of a run whose score after round 2 is half of the last one, in round 4."""
+    folder.mkdir()
+    (folder / "recipe.toml").write_text('rounds = 4\n[algorithm]\nname = "fedavg"\n')
+    result = {"metrics": {"global": {"accuracy": score}, "validation": {"accuracy": validation}}}
+    (folder / "result.json").write_text(json.dumps(result))
+    rows = [
+        {"round": n, "bytes_up": bytes_up, "bytes_down": 0, "metrics": {"global": {"accuracy": score * n / 4}}}
+        for n in (2, 4)
     ]
-    found = leaderboard["traffic"](SimpleNamespace(groups=groups))
-    assert found == {"fedavg": "1", "moon": "2 to 3", "local": "0"}
+    (folder / "rounds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"folder": folder.name, "tuning": False, "state": "finished"}
 
 
-@pytest.mark.parametrize(("critical", "words"), [(2.5, "no two mean ranks differ"), (1.5, "differ: moon and local.")])
-def test_the_leaderboard_names_the_methods_whose_mean_ranks_differ(leaderboard, critical, words):
-    ranks = MeanRanks((3.0, 1.0, 2.0), blocks=4, p=0.025, critical=critical)
-    proof = SimpleNamespace(ranks=ranks, methods=("local", "moon", "fedavg"))
-    assert words in leaderboard["said_of_ranks"](proof)
+def test_the_page_ranks_what_validation_can_judge_and_says_what_is_left(leaderboard, tmp_path):
+    """Three scenarios have ended: one is judged, one misleads, one is a curve. A fourth one goes on."""
+    runs = []
+    for place, (method, score) in enumerate((("fedavg", 0.5), ("moon", 0.8), ("fedogm", 0.4), ("fedogm-placebo", 0.4))):
+        for scenario, validation in (("views-iid", score), ("six-views", score), ("speakers", 0.99)):
+            for seed in (1, 2, 3):
+                name = f"{method}-{scenario}-{seed}"
+                own = ended(tmp_path / name, score + seed / 1000 * (place + 1), validation, 100 * (1 + place))
+                runs.append(own | {"method": method, "scenario": scenario, "seed": seed, "ranked": place < 3})
+        for rate in (0.01, 0.1):
+            own = ended(tmp_path / f"{method}-{rate}", score + rate, 0.99, 100)
+            runs.append(own | {"method": f"{method} lr={rate}", "scenario": "digits-iid", "seed": 1, "ranked": False})
+    runs.append({"folder": "none", "tuning": True, "state": "left", "method": "moon", "scenario": "faces", "seed": 9})
+    scenarios = ("views-iid", "six-views", "speakers", "digits-iid", "faces")
+    facts = {"metrics": {name: ["global.accuracy"] for name in scenarios}, "runs": runs, "not_compared": []}
+    (tmp_path / "study.json").write_text(json.dumps(facts))
+    board, left = leaderboard["results"](tmp_path)
+    assert "faces" in left
+    assert not set(scenarios[:4]) & set(left)
+    assert board.scenarios("global") == ["views-iid", "six-views"]
+    text = leaderboard["page"](board, left)
+    assert "Of 3 methods with a global model, moon has the best mean rank, 1.00 over 2 scenarios." in text
+    assert "| speakers | 99.0 | 50.2 | **no** |" in text
+    assert "| moon | 81.0 | **90.0** |" in text, "the curve, with its best learning rate"
+    bytes_of = leaderboard["ratios_of"](board, ["views-iid"], lambda cost: cost.bytes)
+    assert bytes_of["moon", "views-iid"] == "2", "moon reaches 0.48 in round 4 only, with twice the bytes"
+    assert bytes_of["fedogm", "views-iid"] == "–"
+    assert ("fedogm-placebo", "views-iid") not in bytes_of
 
 
 ROOT = Path(__file__).parents[2]

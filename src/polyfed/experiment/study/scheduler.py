@@ -18,6 +18,7 @@ from polyfed.experiment.study.plan import Cell, Planner, planned
 from polyfed.experiment.study.pool import Message, Pool, RayPool
 from polyfed.experiment.study.ranges import put
 from polyfed.experiment.study.search import Searcher
+from polyfed.report.reading.study_folder import NOT_CHOSEN
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -162,7 +163,7 @@ class _Sweep:
         takers = [n for n, c in enumerate(self.board.cells) if cell.gives_settings_to(c) and not c.skip]
         best: Mapping[str, Any] | None = {}
         if cell.space:
-            blocked |= dict.fromkeys((number, *takers), "its settings are not chosen yet")
+            blocked |= dict.fromkeys((number, *takers), NOT_CHOSEN)
             best = yield from self._search(number, cell)
         if best is None:
             blocked |= dict.fromkeys(takers, f"there are no settings of {cell.label}: {blocked[number]}")

@@ -3,7 +3,7 @@
 For each group, the comparison shows the mean and the spread over its runs.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -142,6 +142,14 @@ class Comparison:
                 "`polyfed compare DIR --format csv` has all of them"
             )
         return replace(self, columns=tuple(found.values()), chosen=True)
+
+    def only(self, wanted: Callable[[str, str], bool]) -> "Comparison":
+        """Return the comparison of the groups for which `wanted(scenario, method)` is true."""
+        return replace(
+            self,
+            groups=tuple(group for group in self.groups if wanted(group.scenario, group.method)),
+            absent=tuple(absent for absent in self.absent if wanted(absent.scenario, absent.method)),
+        )
 
     @property
     def not_compared(self) -> tuple[str, ...]:

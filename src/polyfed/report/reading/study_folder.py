@@ -13,6 +13,9 @@ from polyfed.core.system.files import STUDY
 from polyfed.report.reading.run_folder import damaged
 from polyfed.report.reading.run_schema import ANY_KEYS, parse_as
 
+NOT_CHOSEN = "its settings are not chosen yet"
+"""Why a method whose search goes on has no reported runs."""
+
 
 @with_config(ANY_KEYS)
 class StudyRun(TypedDict):
@@ -175,6 +178,19 @@ def facts_of_study(path: Path) -> dict[str, Any]:
         return parse_as(STUDY_FACTS, (path / STUDY).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise damaged(path / STUDY, error) from None
+
+
+def whole_scenarios(path: Path) -> list[str]:
+    """Return the scenarios of a study in which all runs have ended, in the order of the study.
+
+    Raises:
+        DataError: the file of the study is damaged.
+    """
+    facts = facts_of_study(path)
+    waits = {run["scenario"] for run in facts.get("runs", []) if run["state"] in ("left", "running")}
+    waits |= {entry["scenario"] for entry in facts.get("not_compared", []) if entry["why"] == NOT_CHOSEN}
+    begun = {run["scenario"] for run in facts.get("runs", [])}
+    return [name for name in facts.get("metrics", {}) if name in begun - waits]
 
 
 def _reported(path: Path) -> list[NamedRun]:
