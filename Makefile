@@ -63,7 +63,7 @@ gpu-wheels: .venv/installed ## what benchmarks/gpu.sh needs on a machine without
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir .whl .
 	test $$(du -sm .whl | cut -f1) -lt 64
 
-leaderboard: .venv/installed ## all methods in eight scenarios (hours; goes on where it stopped); writes docs/results/leaderboard.md
+leaderboard: .venv/installed ## all methods in thirteen scenarios (about three core-hours; goes on where it stopped); writes docs/results/leaderboard.md
 	$(BIN)/python benchmarks/leaderboard.py
 
 docs: .venv/installed ## docs/recipes.md from the docstrings, then the site in build/site; a broken link fails
