@@ -191,7 +191,8 @@ def page(board: Board, left: Sequence[str]) -> str:
     """The generated part of the page."""
     parts = [f"Not run yet: {', '.join(left)}." if left else "All scenarios have been run.", *family(board, "global")]
     parts += family(board, "personal")
-    parts += ["## Can validation judge?", *_written([judged_sheet(board)])]
+    if board.judged:
+        parts += ["## Can validation judge?", *_written([judged_sheet(board)])]
     apart = [name for name in board.judged if not board.judges(name) or name in board.curves]
     curves = [name for name in board.curves if name in apart]
     if curves:
@@ -203,7 +204,7 @@ def results(out: Path) -> tuple[Board, list[str]]:
     """Return the results in the folder of the study, and the scenarios that have not ended."""
     table = parse_toml(STUDY_FILE.read_text())["scenarios"]
     whole = whole_scenarios(out)
-    comparison = compare([out]).only(lambda scenario, method: scenario in whole)
+    comparison = (compare([out]) if whole else Comparison((), (), ())).only(lambda scenario, method: scenario in whole)
     curves = [name for name in whole if table.get(name, {}).get("curve")]
     return Board(comparison, judgements(comparison, BASELINE), curves), [name for name in table if name not in whole]
 
@@ -226,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tables", action="store_true", help="carry out nothing")
     given = parser.parse_args(arguments)
     if given.tables and (given.out / STUDY).is_file():
-        write_known(given.out, KNOWN)
+        write_known(given.out, KNOWN)  # of a sweep that goes on, too
     else:
         study = parse_toml(STUDY_FILE.read_text()) | {"seeds": list(range(1, given.seeds + 1))}
         study["recipe"] = str((STUDY_FILE.parent / study["recipe"]).resolve())
@@ -236,7 +237,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     board, left = results(given.out)
     text = PAGE.read_text().partition(MARK)[0]
     PAGE.write_text(f"{text}{MARK}\n\n{page(board, left)}")
-    write_comparison(board.comparison, given.out / "leaderboard.html", evidence(board.comparison))
+    if board.comparison.groups:
+        write_comparison(board.comparison, given.out / "leaderboard.html", evidence(board.comparison))
 
 
 if __name__ == "__main__":
