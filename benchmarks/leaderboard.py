@@ -88,7 +88,7 @@ def scores_of(comparison: Comparison, proof: Evidence) -> Sheet | None:
 
 def ratios_of(board: Board, scenarios: Sequence[str], cost: Callable[[Cost], float]) -> dict[tuple[str, str], str]:
     """(method, scenario) -> what a method spent until it was two points below FedAvg's last score; FedAvg = 1."""
-    found: dict[tuple[str, str], str] = {}
+    result: dict[tuple[str, str], str] = {}
     for scenario in scenarios:
         groups = {group.method: group for group in board.of([scenario]).groups if not group.method.endswith(PLACEBO)}
         if BASELINE not in groups:
@@ -99,8 +99,8 @@ def ratios_of(board: Board, scenarios: Sequence[str], cost: Callable[[Cost], flo
         for method, group in groups.items():
             own = costs_of(group, target)
             whole = base is not None and own is not None and cost(base) > 0
-            found[method, scenario] = f"{cost(own) / cost(base):.2g}" if whole and own and base else "–"
-    return found
+            result[method, scenario] = f"{cost(own) / cost(base):.2g}" if whole and own and base else "–"
+    return result
 
 
 def costs_sheet(board: Board, scenarios: Sequence[str], what: str, cost: Callable[[Cost], float]) -> Sheet:

@@ -141,11 +141,11 @@ def _evaluated(run: Folder, metrics: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 def _scores(row: Mapping[str, Any], metrics: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return these metrics of a result or a round, as far as it has them."""
-    found: dict[str, dict[str, Any]] = {}
+    result: dict[str, dict[str, Any]] = {}
     for group, _, name in (metric.partition(".") for metric in metrics):
         if name in row.get("metrics", {}).get(group, {}):
-            found.setdefault(group, {})[name] = row["metrics"][group][name]
-    return found
+            result.setdefault(group, {})[name] = row["metrics"][group][name]
+    return result
 
 
 def restore(known: Known, entry: Entry, folder: Path) -> None:

@@ -45,7 +45,7 @@ class Judgement:
 
 def judgements(comparison: Comparison, baseline: str) -> dict[str, Judgement]:
     """Return by scenario whether its validation rows can choose settings; only for shares, such as accuracies."""
-    found: dict[str, list[tuple[float, float]]] = {}
+    pairs_of: dict[str, list[tuple[float, float]]] = {}
     for group in comparison.groups:
         if group.method == baseline or group.method.startswith(f"{baseline} "):
             for folder in group.folders:
@@ -54,10 +54,10 @@ def judgements(comparison: Comparison, baseline: str) -> dict[str, Judgement]:
                     continue
                 own = folder.result["metrics"].get(VALIDATION, {}).get(folder.headline.score)
                 if own is not None:
-                    found.setdefault(group.scenario, []).append((float(own), score[1]))
+                    pairs_of.setdefault(group.scenario, []).append((float(own), score[1]))
     return {
         scenario: Judgement(*(statistics.fmean(values) for values in zip(*pairs, strict=True)))
-        for scenario, pairs in found.items()
+        for scenario, pairs in pairs_of.items()
     }
 
 
@@ -86,9 +86,9 @@ def cost_to(folder: Folder, metrics: Sequence[str], target: float) -> Cost | Non
 
 def costs_of(group: Group, target: float) -> Cost | None:
     """Return the median cost of a score over the runs of a group; None if half of them or more do not reach it."""
-    found = [cost_to(folder, group.metrics, target) for folder in group.folders]
-    reached = [cost for cost in found if cost is not None]
-    if 2 * len(reached) <= len(found):
+    costs = [cost_to(folder, group.metrics, target) for folder in group.folders]
+    reached = [cost for cost in costs if cost is not None]
+    if 2 * len(reached) <= len(costs):
         return None
     return Cost(statistics.median(c.bytes for c in reached), statistics.median(c.seconds for c in reached))
 
@@ -172,8 +172,8 @@ def _shown(proof: Evidence, rows: Sequence[Difference]) -> tuple[Mapping[str, in
     worse: dict[str, int] = {}
     for row in rows:
         if row.p_holm is not None and row.p_holm < LEVEL:
-            found = better if (row.mean < 0) == proof.lowest(row.scenario) else worse
-            found[row.method] = found.get(row.method, 0) + 1
+            times = better if (row.mean < 0) == proof.lowest(row.scenario) else worse
+            times[row.method] = times.get(row.method, 0) + 1
     return better, worse
 
 
