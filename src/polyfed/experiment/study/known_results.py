@@ -91,16 +91,9 @@ def write_known(folder: Path, file: Path) -> int:
     for run in facts.get("runs", []):
         name = Path(run["folder"]).name
         if name not in rows and (content := _content(folder, run, metrics.get(run["scenario"], []))):
-            rows[name] = {
-                "run": name,
-                "scenario": run["scenario"],
-                "method": run["method"],
-                "seed": run["seed"],
-                "tuning": run["tuning"],
-                "chosen": run.get("chosen", {}),
-                "code": run.get("source", ""),
-                **content,
-            }
+            place = {key: run[key] for key in ("scenario", "method", "tuning")} | {"seed": run.get("seed", 0)}
+            chosen, code = run.get("chosen", {}), run.get("source", "")
+            rows[name] = _LINE.validate_python({"run": name, **place, "chosen": chosen, "code": code, **content})
     ordered = sorted(rows.values(), key=lambda row: (row["scenario"], row["method"], row["tuning"], row["run"]))
     text = "".join(json.dumps(row, separators=(",", ":"), sort_keys=True) + "\n" for row in ordered)
     file.parent.mkdir(parents=True, exist_ok=True)

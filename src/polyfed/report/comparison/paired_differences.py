@@ -277,7 +277,7 @@ def _ranks(
         runs = {run for own in by_place.values() for run in own}
         seeds, folds = ({run[place] for run in runs} for place in (0, 1))
         blocks = "seeds" if len(folds) < 2 else "folds" if len(seeds) < 2 else "seeds and folds"
-        columns = {m: dict(by_place.get((*scenarios, m), {})) for m in methods}  # type: ignore[arg-type, call-overload]
+        columns = {m: dict(by_place.get((*scenarios, m), {})) for m in methods}  # type: ignore[arg-type]
         wanted = set().union(*columns.values())
     ranked = tuple(method for method in methods if set(columns[method]) == wanted)
     if len(ranked) < 3 or len(wanted) < 2:
