@@ -52,7 +52,7 @@ class SharedFolder:
         assert not isinstance(array, str)
         if array.nbytes < LARGE:
             return array, dtype, shape
-        path = self.path / f"{sha256(array).hexdigest()}.npy"
+        path = self.path / f"{sha256(array.data).hexdigest()}.npy"
         if not _holds(path, array):
             with self._written(path) as draft, open(draft, "xb") as file:
                 np.save(file, array)
