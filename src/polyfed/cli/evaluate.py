@@ -16,6 +16,16 @@ if TYPE_CHECKING:
     from polyfed.experiment.recipes.recipe import Recipe
 
 
+OnlyIds = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="With edge.toml: predict only the ids in this file.", show_default=False),
+]
+PartialRows = Annotated[
+    Literal["refuse", "absent"] | None,
+    typer.Option(help="Rows with only some cells of a modality. [default: as for the run]", show_default=False),
+]
+
+
 @app.command()
 def evaluate(
     model: Annotated[
@@ -136,14 +146,8 @@ def predict(
         list[str] | None,
         typer.Option("--id", metavar="COLUMN", help="A column that names the rows. May be repeated."),
     ] = None,
-    only: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="With edge.toml: predict only the ids in this file.", show_default=False),
-    ] = None,
-    partial: Annotated[
-        Literal["refuse", "absent"] | None,
-        typer.Option(help="Rows with only some cells of a modality. [default: as for the run]", show_default=False),
-    ] = None,
+    only: OnlyIds = None,
+    partial: PartialRows = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict new rows: classes by name with probabilities, or numbers, and the modalities that each row has."""
