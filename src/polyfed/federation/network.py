@@ -77,8 +77,8 @@ class Network:
         """The options that have no effect, each with the setting that causes this."""
         radio = ("bandwidth_hz", "power_up_w", "power_down_w", "noise_dbm_per_hz", "carrier_ghz", "cell_radius_m")
         unread = (*radio, "fading", "log_base") if self.channel == "fixed" else ("rate_up_bps", "rate_down_bps")
-        found = dict.fromkeys(unread, f"channel = '{self.channel}'")
-        return found if self.stragglers else found | {"straggler_slowdown": "stragglers = 0"}
+        result = dict.fromkeys(unread, f"channel = '{self.channel}'")
+        return result if self.stragglers else result | {"straggler_slowdown": "stragglers = 0"}
 
     def links(self, num_clients: int, seed: int) -> "Links":
         """Draw the distance and the speed of every client from the run's seed."""
