@@ -336,6 +336,8 @@ def test_a_cluster_that_does_not_fit_is_refused_with_the_node_and_the_cause(clus
     cluster.cut_power(SECOND)
 
     cluster.node(SECOND, first=f"mount -t tmpfs none {tmp_path}/data")
+    more = f"--set engine.shared_folder={tmp_path}/data"
+    run(f"node 10.118.0.2 cannot read [engine] shared_folder = '{tmp_path}/data'", "mount", more=more)
     (tmp_path / "recipe.toml").write_text(
         SMALL.replace(
             'data.name = "toy"', 'data = { name = "npz", path = "data/mfeat.npz", modalities = ["fou", "zer"] }'
