@@ -52,14 +52,14 @@ class QueueTransport(PatientTransport):
             return []
         wanted = set(identities)
         found = [row for name, row in self.queue.states(self.identity, [ANSWERED, LATE]).items() if name in wanted]
-        came = []
+        came, carried = [], self.queue.carried([row.id for row in found])
         for row in found:
             said: Packet | str = "came after its request had been closed"
             if row.state == ANSWERED:
                 said = unframed(mapped(self.queue.reply(row.id)))
             if isinstance(said, Packet) and len(said.body) > limit:
                 said = f"is too large: more than {limit} bytes"
-            came.append(Arrived(row.id, row.device, said))
+            came.append(Arrived(row.id, row.device, said, carried=carried.get(row.id)))
         if found:
             with self._written():
                 self.queue.forget([row.id for row in found])

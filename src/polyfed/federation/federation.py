@@ -30,7 +30,9 @@ from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.clock import Clock
 from polyfed.federation.combined import Combined, CombinedReplies, Combining
 from polyfed.federation.context import ClientContext
+from polyfed.federation.measured_links import MeasuredLinks
 from polyfed.federation.message_validation import NOT_FINITE, MessageValidator, foreign, largest_magnitude
+from polyfed.federation.network import Rates
 from polyfed.federation.open_work import Buffer, OpenWork, first_to_arrive
 from polyfed.federation.outliers import ALONE, OutlierCheck, Sizes, too_far
 from polyfed.federation.private_mean import PrivateMean
@@ -120,6 +122,7 @@ class Federation:
         combine: whether replies that are only summed are summed where the clients ran (`combined.py`).
         emit: called with the name and the fields of each event.
         clock: simulated time and the links of the clients, or None if the recipe has no [network] section.
+        links: the measured links of the clients, or None unless [network] channel is `measured`.
         attack: the simulated attack of the [attack] section, or None.
         ranks: the LoRA ranks of the clients.
         privacy: how replies are protected under [privacy], or None.
@@ -144,6 +147,7 @@ class Federation:
     combine: bool = False
     emit: Callable[..., None] = lambda *_, **__: None
     clock: Clock | None = None
+    links: MeasuredLinks | None = None
     attack: Attack | None = None
     ranks: ClientRanks = ClientRanks()
     privacy: Mechanism | None = None
@@ -171,6 +175,13 @@ class Federation:
         """The engine, if its clients work on while the server goes on."""
         return cast(Holding, self.engine) if getattr(self.engine, "holds", False) else None
 
+    @property
+    def rates(self) -> Rates | None:
+        """The rates of all clients in this round, measured or simulated; None without the section [network]."""
+        if self.links is not None:
+            return self.links.rates()
+        return None if self.clock is None else self.clock.links.rates(self.round)
+
     def capped(self, rows: Mapping[int, float]) -> dict[int, float]:
         """Return the numbers of rows that clients reported, each at most `rows_cap` times the median of those above 0.
 
@@ -191,6 +202,8 @@ class Federation:
         self.round, self.asked, self.evaluating = round, 0, False
         if self.clock is not None:
             self.clock.begin(round)
+        if self.links is not None:
+            self.links.begin()
 
     def end_after(self, round: int) -> None:
         """Make this round the last one of the run."""

@@ -41,6 +41,7 @@ from polyfed.experiment.running.warm_start import AGAINST, given_of, warmed
 from polyfed.federation.client_registry import TEST, registry_of
 from polyfed.federation.clock import Clock
 from polyfed.federation.federation import Federation
+from polyfed.federation.measured_links import MeasuredLinks
 from polyfed.model import Model, build_model
 from polyfed.privacy.differential.guarantee import Guarantee
 from polyfed.privacy.egress.announcement import Announcer
@@ -210,6 +211,7 @@ def assemble(
         emit=emit,
         debug=made.recipe.engine.debug,
         clock=clock_of(made.recipe, population.num_clients, ledger),
+        links=links_of(made.recipe, population.num_clients),
         objective=task_of(made.recipe),
         privacy=None if made.guarantee is None else made.guarantee.mechanism,
         limits=made.recipe.limits,
@@ -264,6 +266,7 @@ def _federation(recipe: Recipe, engine: Engine, num_clients: int | None, rows_ca
         combine=recipe.engine.combine == "nodes",
         emit=engine.emit,
         clock=engine.clock,
+        links=engine.links,
         attack=recipe.attack,
         ranks=client_ranks(recipe, engine.model, num_clients),
         privacy=engine.privacy,
@@ -361,10 +364,16 @@ def policy_of(recipe: Recipe, columns: Columns, *, lenient: bool = False) -> Pol
 
 
 def clock_of(recipe: Recipe, num_clients: int, ledger: Ledger) -> Clock | None:
-    """Return the clock of simulated time if the recipe has a section [network], otherwise None."""
-    if recipe.network is None:
+    """Return the clock of simulated time if the recipe has a section [network] that simulates links, otherwise None."""
+    if recipe.network is None or recipe.network.measured:
         return None
     return Clock(recipe.network.links(num_clients, recipe.seed), ledger)
+
+
+def links_of(recipe: Recipe, num_clients: int) -> MeasuredLinks | None:
+    """Return the measured links of the clients if the recipe asks for them, otherwise None."""
+    network = recipe.network
+    return None if network is None or not network.measured else MeasuredLinks(num_clients, network)
 
 
 def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:

@@ -217,6 +217,8 @@ class _Loop:
         records.note(table, facts)
         state, engine = self.assembly.put_away(content.pop("state")), self.assembly.engine
         self.assembly.resume(state, content["locals"], round)
+        if self.fed.links is not None:
+            self.fed.links.restore(content.get("links") or {})
         self.best = kept_best(records.checkpoints, content.get("best"), self.recipe.algorithm, engine.device)
         if self.best is not None:
             self.best["state"] = self.assembly.put_away(self.best["state"])
@@ -262,6 +264,8 @@ class _Loop:
         row = self._book(round) | {"training_requests": self.fed.asked, "seconds": {"train": seconds}}
         row["norms"] = {"model": block_norms(algorithm.global_params(state), before), "clients": self.updates.means()}
         self.updates.save(round, before, algorithm.global_params(state), row["cohort"])
+        if self.fed.links is not None:
+            row["links"] = self.fed.links.facts()
         if times is not None:
             row["simulated_seconds"] = algorithm.simulated_seconds(state, times)
             self.totals["simulated_seconds"] += row["simulated_seconds"]
@@ -390,6 +394,7 @@ class _Loop:
                 "locals": self.assembly.engine.locals,
                 "federation": self.kept_facts(self.records.checkpoints),
                 "totals": self.totals,
+                "links": None if self.fed.links is None else self.fed.links.content(),
                 "places": self.records.places(),
                 "best": number,
             }
@@ -439,7 +444,7 @@ class _Loop:
         result["concerns"] = (self.recipe.algorithm.concerns(logged) if logged else []) + idle
         more = still_falls(self.rounds) if self._end().by == "rounds" else None
         result |= {"still_falls": more} if more is not None else {}
-        result |= {} if self.recipe.network is None else {"simulated_seconds": self.totals["simulated_seconds"]}
+        result |= {} if self.fed.clock is None else {"simulated_seconds": self.totals["simulated_seconds"]}
         result |= self.recipe.algorithm.told(state, self.fed)
         return result | {"state_sha256": checkpoint.digest(state)}
 
