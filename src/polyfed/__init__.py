@@ -78,15 +78,15 @@ if not TYPE_CHECKING:  # type checkers read the imports above, and still report 
         if name == "__version__":
             from importlib.metadata import version
 
-            found = version("polyfed")
+            result = version("polyfed")
         elif name in _PLACES:
-            found = getattr(import_module(f"polyfed.{_PLACES[name]}"), name)
+            result = getattr(import_module(f"polyfed.{_PLACES[name]}"), name)
         elif name in _ROOMS:
-            found = import_module(f"polyfed.{name}")
+            result = import_module(f"polyfed.{name}")
         else:
             raise AttributeError(f"module 'polyfed' has no attribute '{name}'")
-        globals()[name] = found
-        return found
+        globals()[name] = result
+        return result
 
     def __dir__() -> list[str]:
         """The public names, including those that are not imported yet."""

@@ -15,7 +15,7 @@ from torch import multiprocessing
 from torch.nn.functional import batch_norm
 
 import polyfed
-from engines.test_workers_awkward import TRAIN, _everything_is_worth_sharing, both
+from engines.test_workers_awkward import TRAIN, both
 from polyfed.algorithms import Averaging
 from polyfed.algorithms.averaging import Update
 from polyfed.algorithms.base import Broadcast
@@ -26,9 +26,10 @@ from polyfed.experiment.recipes.recipe import EngineSpec
 from refusals import refuses
 from world import AWKWARD, recipe
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="worker processes need Linux")
-
-__all__ = ["_everything_is_worth_sharing"]
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="worker processes need Linux"),
+    pytest.mark.usefixtures("everything_is_worth_sharing"),
+]
 
 ENGINES = ["sequential", "vectorised"]
 

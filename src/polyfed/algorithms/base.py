@@ -554,9 +554,9 @@ class Algorithm(ABC, Generic[S]):
     def evaluate(self, state: S, fed: Federation) -> Measured:
         """Evaluate the global model, if any, on the server's rows, and each client's model on its own test rows."""
         params = self.global_params(state) if fed.evaluation_clients else None
-        found = Measured({}) if params is None else self.evaluate_globally(params, fed)
+        result = Measured({}) if params is None else self.evaluate_globally(params, fed)
         own: dict[str, dict[str, float]] = {}
-        intervals = dict(found.intervals)
+        intervals = dict(result.intervals)
         accuracies: dict[int, float] = {}
         if self.evaluation.personal and fed.clients.tested:
             send = self.evaluation_message(state, fed, self.evaluation.asked(fed))
@@ -567,7 +567,7 @@ class Algorithm(ABC, Generic[S]):
         if self.evaluation.own_validation and fed.clients.validated:
             send = self.evaluation_message(state, fed, self.evaluation.asked(fed, "validation"))
             own["personal_validation"] = self.evaluate_personally(fed, send, "validation").group
-        return replace(found, metrics=found.metrics | own, personal=accuracies, intervals=intervals)
+        return replace(result, metrics=result.metrics | own, personal=accuracies, intervals=intervals)
 
     def evaluate_globally(self, params: Tree, fed: Federation) -> Measured:
         """Evaluate a model on the server's rows: the groups `global`, `validation` and `unimodal` of result.json."""
@@ -593,10 +593,10 @@ class Algorithm(ABC, Generic[S]):
         """Compute the metrics from the scores of an evaluation client, and their rows and intervals."""
         objective = fed.context.objective
         exact = zip(objective.exact, scores.exact.tolist(), strict=True)
-        found = objective.measured(scores.sums) | {name: value for name, value in exact if value != UNDEFINED}
+        result = objective.measured(scores.sums) | {name: value for name, value in exact if value != UNDEFINED}
         model = fed.context.model
         parts, known = global_metrics(self.evaluation.subsets, model, objective, scores.parts, scores.clusters)
-        return found | parts, known
+        return result | parts, known
 
     def class_prototypes(self, params: Tree, fed: Federation) -> dict[str, prototypes.Prototypes]:
         """Return class means by modality for `[evaluate] unimodal = "prototype"`, else an empty dictionary."""

@@ -128,10 +128,10 @@ class Centralized(Algorithm[Pool]):
             there = {f"present.{m}": yes for m, yes in batch.present.items()}
             return dict(batch.x) | there | {"label": batch.y}
 
-        found = data.collect(rows)
-        samples = {m: found[m] for m in context.modalities}
-        present = {m: found[f"present.{m}"] for m in context.modalities if f"present.{m}" in found}
-        return AllRows(samples, present, found["label"], data.num_rows), local
+        result = data.collect(rows)
+        samples = {m: result[m] for m in context.modalities}
+        present = {m: result[f"present.{m}"] for m in context.modalities if f"present.{m}" in result}
+        return AllRows(samples, present, result["label"], data.num_rows), local
 
 
 def pooled(replies: Replies, fed: Federation) -> tuple[Tree, Tree]:

@@ -152,12 +152,12 @@ class Evaluate(Algorithm):
     def told(self, state: Any, fed: Federation) -> dict[str, Any]:
         if not state.sites:
             return {}
-        found = summary(fed.context.objective, state.sites, self.groups)
+        result = summary(fed.context.objective, state.sites, self.groups)
         if not state.compared:
-            return {"evaluation": found}
+            return {"evaluation": result}
         rows = {name: int(one.num_rows) for name, one in state.sites.items()}
         compared = of_sites(fed.context, state.compared, rows)
-        return {"evaluation": found | {"comparison": compared}}
+        return {"evaluation": result | {"comparison": compared}}
 
     @task(loop_because="the number of rows decides which classes and groups it shows")
     def measure(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[SiteScores, Tree]:

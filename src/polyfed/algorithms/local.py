@@ -81,8 +81,8 @@ class Local(Algorithm[State]):
     @override
     def idle_options(self, fed: Federation) -> dict[str, str]:
         down = ("network.power_down_w", "network.rate_down_bps")
-        found = dict.fromkeys(down, "a method whose server sends no tensors in a round")
-        return found | {"evaluate.unimodal": NO_GLOBAL}
+        result = dict.fromkeys(down, "a method whose server sends no tensors in a round")
+        return result | {"evaluate.unimodal": NO_GLOBAL}
 
     @override
     def init(self, fed: Federation, params: Tree) -> State:
@@ -127,9 +127,9 @@ class Local(Algorithm[State]):
     def evaluate(self, state: State, fed: Federation) -> Measured:
         now = self.global_test == "always" or (self.global_test == "last" and fed.round == fed.rounds)
         possible = TEST in fed.evaluation_clients and fed.context.policy.allows_models("server")
-        found = self._evaluate_on_server(fed) if now and possible else Measured({})
+        result = self._evaluate_on_server(fed) if now and possible else Measured({})
         own = super().evaluate(state, fed)
-        return joined(found, own)
+        return joined(result, own)
 
     def _evaluate_on_server(self, fed: Federation) -> Measured:
         """Evaluate, on the server's test rows, the model of every client that answers; see `over_clients`."""

@@ -73,15 +73,15 @@ def root(
 
 def typed_options(context: typer.Context) -> tuple[tuple[str, ...], ...]:
     """Return the options of a verb that the user typed, one tuple of words for each; see `Call`."""
-    found: list[tuple[str, ...]] = []
+    result: list[tuple[str, ...]] = []
     for parameter in context.command.params:
         source = context.get_parameter_source(str(parameter.name))
         if parameter.param_type_name != "option" or source is None or source.name != "COMMANDLINE":
             continue
         flag, value = parameter.opts[0], context.params[str(parameter.name)]
         values = value if isinstance(value, list | tuple) else [value]
-        found += [(flag,)] if isinstance(value, bool) else [(flag, str(one)) for one in values]
-    return tuple(found)
+        result += [(flag,)] if isinstance(value, bool) else [(flag, str(one)) for one in values]
+    return tuple(result)
 
 
 class Interrupted(Exception):
@@ -134,8 +134,8 @@ def _replaced(word: str) -> str:
     server, device = "start the server with `polyfed server DIR`", "start a device with `polyfed device FILE.toml`"
     known = {"superlink": server, "supernode": device, "flower-superlink": server, "flower-supernode": device}
     flower = f"{server}, and {device}" if word.startswith("flower-") else ""
-    found = known.get(word, flower)
-    return found and f"{found} (polyfed docs deploy)"
+    result = known.get(word, flower)
+    return result and f"{result} (polyfed docs deploy)"
 
 
 def _end(kind: str, text: str, code: int, *, as_json: bool, shown: bool = False) -> NoReturn:

@@ -196,5 +196,5 @@ def init(
 
 def title_of(page: Path) -> str:
     """The first heading of a page."""
-    found = re.search(r"^# (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return page.stem if found is None else found[1]
+    match = re.search(r"^# (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return page.stem if match is None else match[1]

@@ -43,16 +43,16 @@ def examine() -> dict[str, Any]:
     modules = _modules()
     with ThreadPoolExecutor(max_workers=max(1, _usable_cores())) as pool:
         packages = list(pool.map(lambda entry: _package(entry[0], entry[1], modules), wanted))
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "polyfed": version("polyfed"),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": packages,
     }
-    found |= {"processor": _processor(), "gpu": _gpu(), "memory": _memory(), "disk": _disk(Path.cwd())}
-    found["works"] = all(entry["works"] for entry in packages if entry["part"] == REQUIRED)
-    found["advice"] = list(advice(found))
-    return found
+    result |= {"processor": _processor(), "gpu": _gpu(), "memory": _memory(), "disk": _disk(Path.cwd())}
+    result["works"] = all(entry["works"] for entry in packages if entry["part"] == REQUIRED)
+    result["advice"] = list(advice(result))
+    return result
 
 
 def requirements(lines: list[str]) -> set[tuple[str, str]]:
@@ -137,12 +137,12 @@ def problem_of(module: str) -> str | None:
 
 def _modules() -> dict[str, str]:
     """Map each package to one of its public modules: the one with the package's name, or else the first by name."""
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     for module, distributions in packages_distributions().items():
         for name in distributions:
             if module.isidentifier() and not module.startswith("_"):
-                found.setdefault(_plain(name), []).append(module)
-    return {name: min(own, key=lambda m: (_plain(m) != name, m)) for name, own in found.items()}
+                result.setdefault(_plain(name), []).append(module)
+    return {name: min(own, key=lambda m: (_plain(m) != name, m)) for name, own in result.items()}
 
 
 def _plain(name: str) -> str:

@@ -97,13 +97,13 @@ def _write_app(recipe: "Recipe", folder: Path, *, as_json: bool) -> None:
 
 
 def _groups(words: list[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     for word in words:
         column, _, values = word.partition("=")
         if not column:
             raise RecipeError(f"--group {word}: must be COLUMN or COLUMN=VALUE,VALUE, as in --group sex=F,M")
-        found[column] = [value.strip() for value in values.split(",")] if values else []
-    return found
+        result[column] = [value.strip() for value in values.split(",")] if values else []
+    return result
 
 
 @app.command()

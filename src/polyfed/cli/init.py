@@ -80,9 +80,9 @@ def _made(
     leave_out: Sequence[str],
     overrides: Sequence[str],
 ) -> Starter:
-    told: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for override in overrides:
-        apply(told, override)
+        apply(result, override)
     if strange := [override for override in overrides if override.partition(".")[0] not in ("data", "clients")]:
         others = [("--set", override) for override in strange]
         first = again(otherwise=command("init", file, "--out", out), without=others)
@@ -91,22 +91,22 @@ def _made(
             f"--set {strange[0]}: init takes options of [data] and [clients]. Give the others to the commands that "
             f"read the recipe: {first}, then {then}"
         )
-    known = told.get("data", {}) | {key: value for key, value in columns.items() if value is not None}
+    known = result.get("data", {}) | {key: value for key, value in columns.items() if value is not None}
     ruled = {**known.get("columns", {}), **_dated(file, rules, known)}
     options = known | ({"columns": ruled} if ruled else {}) | {"leave_out": leave_out}
-    return starter(file, options, task, told.get("clients", {}))
+    return starter(file, options, task, result.get("clients", {}))
 
 
 def _dated(file: Path, rules: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rules, with the start and the format of each date for which the user has given neither."""
     if DATE not in rules.values():
         return dict(rules)
-    frame, found = read(existing(file, "data"), Problems(), dialect=dialect_of(options)), {}
+    frame, result = read(existing(file, "data"), Problems(), dialect=dialect_of(options)), {}
     for column, rule in rules.items():
         guess = rule_for(frame[column]) if rule == DATE and column in frame.columns else rule
-        found[column] = {"kind": DATE, "start": START} if guess is None or isinstance(guess, str) else guess
-        found[column] = rule if rule != DATE else found[column]
-    return found
+        result[column] = {"kind": DATE, "start": START} if guess is None or isinstance(guess, str) else guess
+        result[column] = rule if rule != DATE else result[column]
+    return result
 
 
 DATE = "date"
@@ -121,16 +121,16 @@ def rules_in(words: Sequence[str]) -> dict[str, Any]:
     Raises:
         RecipeError: a word is no such rule.
     """
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for word in words:
         name, _, rule = word.partition("=")
         try:
-            found[name] = parse_toml(f"it = {rule}")["it"] if rule.strip().startswith("{") else rule
-            if found[name] != DATE:  # its start and format are guessed from the cells
-                rules_of("--column", {name: found[name]})
+            result[name] = parse_toml(f"it = {rule}")["it"] if rule.strip().startswith("{") else rule
+            if result[name] != DATE:  # its start and format are guessed from the cells
+                rules_of("--column", {name: result[name]})
         except ValueError as error:
             raise RecipeError(f"--column {word}: {error}. Write NAME=one-hot, NAME=mean, or a table in TOML") from None
-    return found
+    return result
 
 
 _MEANS = {

@@ -174,11 +174,11 @@ def key_of(section: str, *names: str) -> tuple[str, ...]:
 @cache
 def simple_types(cls: type) -> dict[str, tuple[type, ...]]:
     """For a dataclass, return each option whose type is simple or a union of simple types, with these types."""
-    hints, found = get_type_hints(cls), {}
+    hints, result = get_type_hints(cls), {}
     for name in (f.name for f in fields(cls)):
         several = get_origin(hints[name]) in (Union, UnionType)
-        found[name] = get_args(hints[name]) if several else (hints[name],)
-    return {name: kinds for name, kinds in found.items() if all(kind in SIMPLE for kind in kinds)}
+        result[name] = get_args(hints[name]) if several else (hints[name],)
+    return {name: kinds for name, kinds in result.items() if all(kind in SIMPLE for kind in kinds)}
 
 
 def _is_a(value: Any, kind: type) -> bool:
@@ -211,8 +211,8 @@ M = TypeVar("M")
 def _metadata(cls: type, kind: type[M]) -> dict[str, M]:
     """Return each option of a dataclass whose type has metadata of this kind, with the metadata."""
     hints = get_type_hints(cls, include_extras=True)
-    found = {f.name: getattr(hints[f.name], "__metadata__", ()) for f in fields(cls)}
-    return {name: entry for name, extras in found.items() for entry in extras if isinstance(entry, kind)}
+    result = {f.name: getattr(hints[f.name], "__metadata__", ()) for f in fields(cls)}
+    return {name: entry for name, extras in result.items() for entry in extras if isinstance(entry, kind)}
 
 
 @cache

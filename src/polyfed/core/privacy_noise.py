@@ -69,12 +69,12 @@ class Clip:
             For each name, the factor of each tree, (K,), at most 1. The factor is 0 if the norm of the tree is NaN or
             above `LARGEST_NORM`.
         """
-        found = {}
+        result = {}
         for group, norm in self._norms(stack).items():
             limit = self.limits[group] if self.limits else self.total
             factor = (limit / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp(max=1.0)
-            found[group] = torch.where(norm <= LARGEST_NORM, factor, 0.0)  # also 0 for NaN
-        return {name: found[block_of(name) if self.limits else ""].to(value.dtype) for name, value in stack.items()}
+            result[group] = torch.where(norm <= LARGEST_NORM, factor, 0.0)  # also 0 for NaN
+        return {name: result[block_of(name) if self.limits else ""].to(value.dtype) for name, value in stack.items()}
 
     def _norms(self, stack: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the norms (K,) of the trees, float64, by block.
@@ -162,11 +162,11 @@ class DiscreteGaussian:
             Integers in float64, (...). They are exact below 2^53.
         """
         chunk = max(1, PASS // max(1, stack[0].numel()))
-        found = torch.zeros_like(stack[0], dtype=torch.float64)
+        result = torch.zeros_like(stack[0], dtype=torch.float64)
         for start in range(0, len(stack), chunk):
             part = slice(start, start + chunk)
-            found = found + self.whole(stack[part], factors[part]).sum(0, dtype=torch.float64)
-        return found
+            result = result + self.whole(stack[part], factors[part]).sum(0, dtype=torch.float64)
+        return result
 
     def whole(self, stack: Tensor, factors: Tensor) -> Tensor:
         """Return each scaled value as a whole number of steps, rounded toward zero, (K, ...)."""

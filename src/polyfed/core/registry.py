@@ -180,14 +180,14 @@ def find(name: str, registered: Mapping[str, type], base: type) -> Any:
             hint = did_you_mean(name, registered)
             raise RecipeError(f"'{name}' is unknown; {hint}; or your own, 'package.module:Class'")
         return registered[name]
-    found = own(name, base)
-    if not is_dataclass(found):
+    result = own(name, base)
+    if not is_dataclass(result):
         raise RecipeError(
             f"'{name}' must be a dataclass, since its fields are the keys of the section. Write "
-            f"@dataclass(frozen=True, kw_only=True) above class {found.__name__}"
+            f"@dataclass(frozen=True, kw_only=True) above class {result.__name__}"
         )
-    _refuse_undeclared(name, found)
-    return found
+    _refuse_undeclared(name, result)
+    return result
 
 
 def own(path: str, base: type) -> Any:
@@ -200,16 +200,16 @@ def own(path: str, base: type) -> Any:
     module, name = _parsed(path)
     check_import(path)
     try:
-        found = getattr(import_module(module), name)
+        result = getattr(import_module(module), name)
     except (Exception, SystemExit) as error:  # the module's own code runs and may raise anything
         why = str(error) if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
         raise RecipeError(
             f"'{path}' cannot be imported ({why}). {_READS}, and the folder of the package must be on PYTHONPATH "
             "(PYTHONPATH=. for a module in this folder)"
         ) from error
-    if not (issubclass(type(found), type) and issubclass(found, base)):
-        raise RecipeError(f"'{path}' must be a class that extends {_public(base)}; it is {_described(found)}")
-    return found
+    if not (issubclass(type(result), type) and issubclass(result, base)):
+        raise RecipeError(f"'{path}' must be a class that extends {_public(base)}; it is {_described(result)}")
+    return result
 
 
 def name_of(part: Any, registered: Mapping[str, type]) -> str:

@@ -49,11 +49,11 @@ class Scaling(NamedTuple):
         """
         shift = value["shift"]
         wide = shift.dtype == torch.float64 if isinstance(shift, Tensor) else value.get("dtype") == "float64"
-        found = cls(
+        result = cls(
             torch.as_tensor(shift, dtype=torch.float64 if wide else torch.float32),
             torch.as_tensor(value["scale"], dtype=torch.float32),
         )
-        for name, numbers in found._asdict().items():
+        for name, numbers in result._asdict().items():
             fits = numbers.dim() <= len(shape) and all(
                 side in (1, wanted) for side, wanted in zip(reversed(numbers.shape), reversed(shape), strict=False)
             )
@@ -61,6 +61,6 @@ class Scaling(NamedTuple):
                 raise ValueError(f"the {name} has the shape {tuple(numbers.shape)}, and a sample has {shape}")
             if not numbers.isfinite().all():
                 raise ValueError(f"the {name} is not finite")
-        if (found.scale <= 0).any():
+        if (result.scale <= 0).any():
             raise ValueError("the scale is not positive")
-        return found
+        return result

@@ -73,20 +73,20 @@ def parts(algorithm: Any) -> Iterator[tuple[str, Any]]:
 
 def tasks_of(algorithm: Any) -> dict[str, Callable[..., Any]]:
     """Return all tasks of an algorithm and of its parts, as bound methods by name."""
-    found: dict[str, Callable[..., Any]] = {}
+    result: dict[str, Callable[..., Any]] = {}
     for prefix, owner in parts(algorithm):
         for name in dir(type(owner)):
             if is_task(getattr(type(owner), name)):
-                found[prefix + name] = getattr(owner, name)
-    return found
+                result[prefix + name] = getattr(owner, name)
+    return result
 
 
 def task_of(algorithm: Any, name: str) -> Callable[..., Any]:
     """Return one task by its name in `tasks_of`. The name must come from this program, not from another machine."""
     owner, _, method = name.rpartition(".")
-    found: Callable[..., Any] = getattr(getattr(algorithm, owner) if owner else algorithm, method)
-    assert is_task(found)
-    return found
+    result: Callable[..., Any] = getattr(getattr(algorithm, owner) if owner else algorithm, method)
+    assert is_task(result)
+    return result
 
 
 def is_task(method: Any) -> bool:

@@ -122,13 +122,13 @@ def mean_of(trees: Mapping[int, Tree], weights: Mapping[int, float]) -> Tree:
         trees: client -> its tree.
         weights: client -> its positive weight.
     """
-    found: Tree = {}
+    result: Tree = {}
     for name in dict.fromkeys(name for tree in trees.values() for name in tree):
         holders = [client for client in sorted(trees) if name in trees[client]]
         total = sum(weights[client] for client in holders)
         shares = [weights[client] / total for client in holders]
-        found[name] = weighted_sum([trees[client][name] for client in holders], shares)
-    return found
+        result[name] = weighted_sum([trees[client][name] for client in holders], shares)
+    return result
 
 
 def squared_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:

@@ -55,7 +55,7 @@ def statistics(
         held: the modalities that the client holds. If None, all of them.
         least: how many rows a word or a mean must have so that the client tells it, whatever the rule says.
     """
-    found: dict[str, dict[str, Told]] = {}
+    result: dict[str, dict[str, Told]] = {}
     for name, features in fits(columns).items():
         if held is not None and name not in held:
             continue
@@ -67,8 +67,8 @@ def statistics(
             if feature.rule is not None and feature.rule.is_fitted
         }
         if told and len(use):
-            found[name] = told
-    return found
+            result[name] = told
+    return result
 
 
 def _told(feature: Feature, codes: Any, least: int) -> Told:
@@ -174,9 +174,9 @@ def _line(modality: str, after: Feature, before: Feature, codes: Any) -> str:
     what = f"'{after.column}' of '{modality}'"
     if not after.of_words:
         filled = int(np.isnan(codes).sum())
-        told = f"; {counted(filled, 'empty cell gets', 'empty cells get')} {after.mean:g}" if after.imputes else ""
+        result = f"; {counted(filled, 'empty cell gets', 'empty cells get')} {after.mean:g}" if after.imputes else ""
         kind = f"is in {after.rule.unit} since {after.rule.start}" if after.rule.kind == "date" else "is filled in"
-        return f"{what} {kind}{told}"
+        return f"{what} {kind}{result}"
     lost = sorted({*before.words} - {*after.words})
     shown = ", ".join(map(repr, after.words[:5])) + (", ..." if len(after.words) > 5 else "")
     text = f"{what} has {counted(len(after.words), 'word', 'words')}: {shown}"
@@ -221,9 +221,9 @@ def fitted_to(columns: Columns, clients: Iterable[tuple[Tensor, Sequence[str]]])
     if not before:
         return columns, []
     shares = list(clients)
-    told: list[Statistics] = [statistics(columns, rows, held) for rows, held in shares]
-    known = agreed(before, told, f"data '{columns.name}'")
-    return encoded(columns, known), told
+    result: list[Statistics] = [statistics(columns, rows, held) for rows, held in shares]
+    known = agreed(before, result, f"data '{columns.name}'")
+    return encoded(columns, known), result
 
 
 def is_fitted(columns: Mapping[str, Features]) -> bool:
@@ -309,8 +309,8 @@ def read_tables(said: Mapping[str, Any] | None, shapes: Mapping[str, Sequence[in
     Raises:
         ValueError, TypeError, KeyError: the values are damaged.
     """
-    found = {str(name): tuple(Feature.read(value) for value in own) for name, own in (said or {}).items()}
-    for name, features in found.items():
+    result = {str(name): tuple(Feature.read(value) for value in own) for name, own in (said or {}).items()}
+    for name, features in result.items():
         if tuple(shapes[name]) != shape_of(features):
             raise ValueError(f"the columns of '{name}' do not give samples of the shape {tuple(shapes[name])}")
-    return found
+    return result

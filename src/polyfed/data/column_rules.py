@@ -162,7 +162,7 @@ def rules_of(where: str, said: Any) -> dict[str, ColumnRule]:
             f'{where} is a {type(said).__name__}: give the rule of each column, as in {{ sex = "one-hot" }} '
             "(in Python: {'sex': 'one-hot'})"
         )
-    found = {}
+    result = {}
     for column, entry in said.items():
         table: Any = {"kind": entry} if isinstance(entry, str) else entry
         if isinstance(entry, ColumnRule):
@@ -170,9 +170,9 @@ def rules_of(where: str, said: Any) -> dict[str, ColumnRule]:
         if not isinstance(table, Mapping) or "kind" not in table:
             raise RecipeError(f"{where} {column} = {entry!r}: give a kind ({', '.join(KINDS)}), or a table with a kind")
         place = f"{where} {column}:"
-        found[str(column)] = ColumnRule(**checked(place, ColumnRule, table))
-        found[str(column)].check(place)
-    return found
+        result[str(column)] = ColumnRule(**checked(place, ColumnRule, table))
+        result[str(column)].check(place)
+    return result
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,8 +90,8 @@ def fitted(columns: Columns, rows: Tensor, numbers: Collection[str] = (), ids: C
             changed.append(name)
         if column.shift is None and not (name in ids or vocabulary_of(column) is not None):
             _warn_of_collapsed(f"data '{columns.name}': modality '{name}'", modalities[name], found)
-    told = _told(changed) if columns.standardise == "uneven" else ()
-    return replace(columns, modalities=modalities, notes=(*columns.notes, *told), standardise=tuple(changed))
+    result = _told(changed) if columns.standardise == "uneven" else ()
+    return replace(columns, modalities=modalities, notes=(*columns.notes, *result), standardise=tuple(changed))
 
 
 def asked(columns: Columns, name: str, numbers: Collection[str] = (), ids: Collection[str] = ()) -> bool:
@@ -110,9 +110,9 @@ def uneven_modalities(columns: Columns, rows: Tensor) -> tuple[str, ...]:
     """Return the modalities that "uneven" standardises; see `fitted`. Nothing is said about them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = fitted(replace(columns, standardise="uneven"), rows)
-    assert isinstance(found.standardise, tuple)
-    return found.standardise
+        result = fitted(replace(columns, standardise="uneven"), rows)
+    assert isinstance(result.standardise, tuple)
+    return result.standardise
 
 
 def standardised(columns: Columns) -> Columns:
@@ -126,8 +126,8 @@ def standardised(columns: Columns) -> Columns:
         train = train & (columns.split_personal == OWN_TRAIN)
     if not train.any():
         raise DataError(f"data '{columns.name}': no training rows to standardise with. Check the array of split codes")
-    found = fitted(replace(columns, standardise=True), train.nonzero()[:, 0])
-    return replace(found, standardise=False)
+    result = fitted(replace(columns, standardise=True), train.nonzero()[:, 0])
+    return replace(result, standardise=False)
 
 
 def _told(changed: list[str]) -> tuple[str, ...]:

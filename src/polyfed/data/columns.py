@@ -125,8 +125,8 @@ class Column:
             features: whether the stored values move there. If not, `raw` copies the values of its rows in each call.
         """
         names = ("shift", "scale", "blank", *(("values", "index") if features else ()))
-        found = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: t.to(device) for name, t in found.items() if t is not None})
+        result = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: t.to(device) for name, t in result.items() if t is not None})
 
     def without(self, rows: Tensor) -> "Column":
         """Return the same column, in which the rows that are true in `rows`, bool (N,), read as zeros."""

@@ -51,13 +51,13 @@ def refuse_leaked_labels(columns: Columns) -> None:
 
 def _copies(column: Column, targets: Tensor, there: Tensor | None) -> list[int]:
     """Return, in ascending order, the positions of features that copy a target: they equal this target in every row."""
-    found: set[int] = set()
+    result: set[int] = set()
     for target in targets.unbind(1):
         usable = ~target.isnan() if there is None else ~target.isnan() & there
         rows = usable.nonzero()[:, 0]
         if len(rows) and bool((target[rows] != target[rows[0]]).any()):
-            found |= set(_equal(column, target, rows))
-    return sorted(found)
+            result |= set(_equal(column, target, rows))
+    return sorted(result)
 
 
 def _equal(column: Column, target: Tensor, rows: Tensor) -> list[int]:
@@ -71,8 +71,8 @@ def _equal(column: Column, target: Tensor, rows: Tensor) -> list[int]:
         places = places[(values == wanted).all(0)]
         if not len(places):
             break
-    found: list[int] = places.tolist()
-    return found
+    result: list[int] = places.tolist()
+    return result
 
 
 MOST_READ = 20_000_000

@@ -31,7 +31,7 @@ def group_codes(source: Any, groups: Mapping[str, Sequence[Any]], rows: int) -> 
     """
     if not groups:
         return {}
-    columns, found = _columns(source, groups), {}
+    columns, result = _columns(source, groups), {}
     for name, values in groups.items():
         if name not in columns:
             raise DataError(
@@ -47,8 +47,8 @@ def group_codes(source: Any, groups: Mapping[str, Sequence[Any]], rows: int) -> 
         codes = len(values) + np.unique(words, return_inverse=True)[1].astype(np.int64)
         for code, value in enumerate(values):
             codes[words == str(value)] = code
-        found[name] = torch.from_numpy(codes)
-    return found
+        result[name] = torch.from_numpy(codes)
+    return result
 
 
 def values_of(source: Any, name: str) -> list[str]:

@@ -57,7 +57,7 @@ def _standardise(columns: Columns, stack: Mapping[str, Sequence[str]]) -> Standa
     """Return the modalities to standardise, under their names after the concatenation."""
     if not isinstance(columns.standardise, tuple):
         return columns.standardise
-    found = [name for name in columns.standardise if not any(name in names for names in stack.values())]
+    result = [name for name in columns.standardise if not any(name in names for names in stack.values())]
     for name, names in stack.items():
         if some := [part for part in names if part in columns.standardise]:
             if len(some) < len(names):
@@ -67,8 +67,8 @@ def _standardise(columns: Columns, stack: Mapping[str, Sequence[str]]) -> Standa
                     "Name all of its parts, or none",
                     ("data", "standardise"),
                 )
-            found.append(name)
-    return tuple(found)
+            result.append(name)
+    return tuple(result)
 
 
 def _column(columns: Columns, name: str, names: Sequence[str]) -> Column:

@@ -73,7 +73,7 @@ def read_cells(
     if rule.kind == "image":
         optional("PIL.Image", "image")
     read: Cell = (lambda cell: _pixels(cell, rule.side, folder)) if rule.kind == "image" else _reader_of(rule)
-    found = np.zeros((len(cells), *rule.shape), np.uint8 if rule.kind == "image" else np.int64)
+    result = np.zeros((len(cells), *rule.shape), np.uint8 if rule.kind == "image" else np.int64)
     there, faults = np.ones(len(cells), np.bool_), list[str]()
     for row, cell in enumerate(cells):
         try:
@@ -84,14 +84,14 @@ def read_cells(
             continue
         there[row] = sample is not None
         if sample is not None:
-            found[row] = sample
+            result[row] = sample
     if faults:
         more = f"; {len(faults) - MOST_FAULTS:,} more rows have such faults" if len(faults) > MOST_FAULTS else ""
         raise DataError(
             f"{where}, {'; '.join(faults[:MOST_FAULTS])}{more}. Correct the cells, or leave them empty where the row "
             "lacks it"
         )
-    return found, there
+    return result, there
 
 
 def _named(cell: Any) -> str:
@@ -121,12 +121,12 @@ def token_ids(text: str, buckets: int, length: int) -> NDArray[np.int64]:
     >>> token_ids("A fox, a FOX!", 4096, 6).tolist()
     [560, 952, 560, 952, 0, 0]
     """
-    found = np.zeros(length, np.int64)
+    result = np.zeros(length, np.int64)
     words = WORD.findall(unicodedata.normalize("NFC", text).lower())[:length]
     for place, word in enumerate(words):
         digest = blake2b(word.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-        found[place] = 1 + int.from_bytes(digest, "big") % buckets
-    return found
+        result[place] = 1 + int.from_bytes(digest, "big") % buckets
+    return result
 
 
 def _pixels(cell: Any, size: int, folder: Path | None) -> NDArray[np.uint8] | None:
@@ -197,10 +197,10 @@ def _file(cell: Any, folder: Path | None) -> Path:
 
 def as_cells(values: Any) -> NDArray[Any]:
     """Return one entry for each sample, as objects (n,): `numpy.array` would read a list of pictures as numbers."""
-    found = np.empty(len(values), dtype=object)
+    result = np.empty(len(values), dtype=object)
     for row, cell in enumerate(values):
-        found[row] = cell.detach().cpu().numpy() if isinstance(cell, Tensor) else cell
-    return found
+        result[row] = cell.detach().cpu().numpy() if isinstance(cell, Tensor) else cell
+    return result
 
 
 def are_images(cells: Sequence[Any]) -> bool:

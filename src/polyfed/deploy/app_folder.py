@@ -100,8 +100,8 @@ def app_config(folder: Path) -> dict[str, str]:
         RecipeError: the folder holds no app.
     """
     try:
-        told = tomllib.loads((folder / APP).read_text(encoding="utf-8"))
-        return {key: str(told[key]) for key in ("name", "out", "data")}
+        result = tomllib.loads((folder / APP).read_text(encoding="utf-8"))
+        return {key: str(result[key]) for key in ("name", "out", "data")}
     except (OSError, ValueError, KeyError) as error:
         write = command("app", folder, "--recipe", "RECIPE.toml")
         raise RecipeError(f"{folder} holds no app ({error!r}); write one: {write}") from None
@@ -188,12 +188,12 @@ def here(recipe: Recipe, population: Population) -> list[str]:
         recipe: the recipe of a simulation.
         population: its clients, each of which becomes a device.
     """
-    columns, found = population.columns, []
+    columns, result = population.columns, []
     if columns.words_sorted and isinstance(recipe.data, Table):
-        found.append(f"data.class_names={toml_value(list(columns.class_names or ()))}")
+        result.append(f"data.class_names={toml_value(list(columns.class_names or ()))}")
     if not _says_devices(recipe):
-        found.append(f"deployment.nodes={population.num_clients}")
-    return found
+        result.append(f"deployment.nodes={population.num_clients}")
+    return result
 
 
 def write_job(recipe: Recipe, folder: str | Path) -> Path:

@@ -226,10 +226,10 @@ def _countersigned(packet: Packet, node: NodeConfig) -> Packet:
         raise BadReply(f"is for client {client}, this is client {node.client}")
     policy = hashlib.sha256(node.rules.text).hexdigest() if node.rules.path else ""
     with blamed("its audit log cannot be signed"):
-        told = receipt(AuditLog(node.folder), run, client, unanswered, policy)
+        result = receipt(AuditLog(node.folder), run, client, unanswered, policy)
     with blamed("its store cannot be written"):
         end(DeviceStore(node.folder), run, client)
-    return Packet({"verdict": SIGNED, **told})
+    return Packet({"verdict": SIGNED, **result})
 
 
 def _book_enrolment(answer: Packet, node: NodeConfig, population: Population) -> None:

@@ -71,9 +71,9 @@ def groups_of(pid: int) -> set[int]:
         except OSError:  # the process has ended
             continue
         children.setdefault(int(parent), []).append((int(stat.parent.name), int(group)))
-    found, seen = {pid}, [pid]
+    result, seen = {pid}, [pid]
     for one in seen:
         for child, own in children.get(one, ()):
             seen.append(child)
-            found.add(own)
-    return found
+            result.add(own)
+    return result

@@ -67,7 +67,7 @@ class EdgeRemote(Remote):
                 self._book(place, min(silos[silo]), messages[silo], TO_CLIENT)
 
         answers = self._exchange(place, packets, sent)
-        found = FromEdges(last=place.number)
+        result = FromEdges(last=place.number)
         merged: dict[int, Forwarded] = {}
         for silo, members in silos.items():
             try:
@@ -76,16 +76,16 @@ class EdgeRemote(Remote):
                 if any((one.task, one.turn) != (other.task, other.turn) for one, other in before):
                     raise BadReply("answered other requests than other edges")
             except BadReply as error:
-                found.missing[silo] = one_line(error)
+                result.missing[silo] = one_line(error)
                 continue
-            found.last = max(found.last, last)
+            result.last = max(result.last, last)
             for one in told:
                 self._book_all(place, one, seal)
                 whole = merged.setdefault(one.number, Forwarded(one.task, one.number, one.turn))
                 whole.replies |= one.replies
                 whole.missing |= one.missing
-        found.answers = [whole for _, whole in sorted(merged.items())]
-        return found
+        result.answers = [whole for _, whole in sorted(merged.items())]
+        return result
 
     def _part(self, place: Request, part: str, silo: int, msg: Message) -> Packet:
         """Return the packet of a part.
@@ -132,7 +132,7 @@ class EdgeRemote(Remote):
     def _requests(
         self, place: Request, members: Sequence[int], last: int, asked: list[Any], body: bytes
     ) -> list[Forwarded]:
-        found: list[Forwarded] = []
+        result: list[Forwarded] = []
         at, before = 0, place.number - 1
         for one in asked:
             match one:
@@ -147,7 +147,7 @@ class EdgeRemote(Remote):
                 case _:
                     raise BadReply("answered with something that cannot be read")
             request = self._request(place, name, number, turn)
-            found.append(forwarded := Forwarded(name, number, turn))
+            result.append(forwarded := Forwarded(name, number, turn))
             for client, packet in replies.items():
                 size = packet.get("size") if isinstance(packet, dict) else None
                 if type(size) is not int or not 0 <= size <= len(body) - at:
@@ -158,7 +158,7 @@ class EdgeRemote(Remote):
             forwarded.missing |= {_member(client, members): one_line(text) for client, text in missing.items()}
         if at != len(body):
             raise BadReply(f"holds {len(body) - at} bytes more than its header says")
-        return found
+        return result
 
     def _book_all(self, place: Request, one: Forwarded, seal: str) -> None:
         """Record the replies of an answer that could be read as a whole in the ledger, with the seal of the edge."""
@@ -192,7 +192,7 @@ def _member(client: Any, members: Sequence[int]) -> int:
     Raises:
         BadReply: it has no such device.
     """
-    found = [member for member in members if str(member) == client]
-    if not found:
+    result = [member for member in members if str(member) == client]
+    if not result:
         raise BadReply(f"forwarded a reply of client {str(client)[:20]}, which is not of its silo")
-    return found[0]
+    return result[0]

@@ -255,11 +255,11 @@ class InProcess(Engine):
         alike: dict[int, list[int]] = {}
         for client in clients:
             alike.setdefault(id(self.context(client)), []).append(client)
-        found: dict[int, Any] = {}
+        result: dict[int, Any] = {}
         for group in alike.values():
             got = self.node(tuple(group), self.context(group[0])).receive(request, self.to_device(send))
-            found |= dict.fromkeys(group, got)
-        return {client: found[client] for client in clients}
+            result |= dict.fromkeys(group, got)
+        return {client: result[client] for client in clients}
 
 
 def _silent(name: str, **facts: Any) -> None:

@@ -74,11 +74,11 @@ class KeptAnswers:
             OSError: the answers cannot be written.
         """
         self._begin(request.round)
-        asked, found, self._last = _digest_of(packets), self._read(self._place(request.number)), None
-        if found is not None and found.asked == asked:
-            self._last = found
-            sent(found.reached)
-            return {client: _of_session(one, packets[client]) for client, one in found.answers.items()}
+        asked, result, self._last = _digest_of(packets), self._read(self._place(request.number)), None
+        if result is not None and result.asked == asked:
+            self._last = result
+            sent(result.reached)
+            return {client: _of_session(one, packets[client]) for client, one in result.answers.items()}
         self._forget(request.number)
         reached = list[int]()
 

@@ -102,8 +102,8 @@ class OpenRequest:
     @property
     def replied(self) -> int:
         """The number of clients that have replied. Refusals and failures do not count."""
-        found = (answer for answer in self.answers.values() if isinstance(answer, Packet))
-        return sum(answer.header.get("verdict") == REPLY for answer in found)
+        result = (answer for answer in self.answers.values() if isinstance(answer, Packet))
+        return sum(answer.header.get("verdict") == REPLY for answer in result)
 
     def pending(self) -> list[int]:
         """Return the clients that have not answered."""

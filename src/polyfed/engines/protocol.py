@@ -75,9 +75,9 @@ class RequestId:
         """
         match header.get("request_id"):
             case {"run": str(run), **numbers} if RUN_NAME.fullmatch(run):
-                found = [numbers.get(name) for name in ("session", "round", "request", "client")]
-                if all(type(n) is int and 0 <= n < LARGEST_NUMBER for n in found):
-                    return cls(run, *found)  # type: ignore[arg-type]
+                result = [numbers.get(name) for name in ("session", "round", "request", "client")]
+                if all(type(n) is int and 0 <= n < LARGEST_NUMBER for n in result):
+                    return cls(run, *result)  # type: ignore[arg-type]
         raise BadReply(f"carries no request id that can be read: {str(header.get('request_id'))[:120]}")
 
     @property
@@ -172,20 +172,20 @@ class Enrolment:
         """
         check_versions(header, "the server")
         try:
-            found = _ENROLMENT.validate_python({name: header.get(name) for name in _FIELDS}, strict=False)
+            result = _ENROLMENT.validate_python({name: header.get(name) for name in _FIELDS}, strict=False)
         except ValidationError as error:
             raise BadReply(f"enrolled with something that cannot be read: {error.errors()[0]['msg']}") from None
-        found._check_numbers()
-        if not found.modalities or set(found.modalities) != set(found.shapes):
+        result._check_numbers()
+        if not result.modalities or set(result.modalities) != set(result.shapes):
             raise BadReply("enrolled without modalities, or with modalities that have no shape")
-        if found.classes and not _SEAL.fullmatch(found.classes):
+        if result.classes and not _SEAL.fullmatch(result.classes):
             raise BadReply("enrolled with a digest of class names that cannot be read")
-        if not set(found.uneven) <= set(found.modalities):
+        if not set(result.uneven) <= set(result.modalities):
             raise BadReply("enrolled with uneven features of a modality that it does not have")
-        found._check_columns()
-        if strange := [name for name in found.modalities if not NAME.fullmatch(name)]:
+        result._check_columns()
+        if strange := [name for name in result.modalities if not NAME.fullmatch(name)]:
             raise BadReply(f"enrolled with a modality whose name cannot be used: {strange[0]!r:.80}")
-        return found
+        return result
 
     def _check_numbers(self) -> None:
         ranges = (
@@ -238,12 +238,12 @@ class SiloEnrolment:
         silo, devices = header.get("client"), header.get("devices")
         if type(silo) is not int or not 0 <= silo < MAX_CLIENTS or not isinstance(devices, list) or not devices:
             raise BadReply("is no edge of a silo; [deployment] relay = 'edge' takes edges only")
-        found = tuple(Enrolment.read(one if isinstance(one, dict) else {}) for one in devices)
-        if any(one.silo != silo for one in found):
+        result = tuple(Enrolment.read(one if isinstance(one, dict) else {}) for one in devices)
+        if any(one.silo != silo for one in result):
             raise BadReply(f"is the edge of silo {silo}, and enrolled a device of another silo")
-        if len({one.client for one in found}) < len(found):
+        if len({one.client for one in result}) < len(result):
             raise BadReply(f"is the edge of silo {silo}, and enrolled two devices with one number")
-        return cls(silo, found)
+        return cls(silo, result)
 
     def header(self) -> Header:
         """Return the header in which an edge enrols."""

@@ -140,15 +140,15 @@ class Remote(Engine):
         with self._telling_late_replies():
             answers = self.transport.gather(packets, patience, interval_s, sent)
         self._measure("")
-        found, refused = list[Answer](), list[EgressError]()
+        result, refused = list[Answer](), list[EgressError]()
         for request, clients, send in asked:
             missing: dict[int, str] = {}
             own_answers = {client: answers[client] for client in clients if client in answers}
             replies = self._accepted(request, send, own_answers, missing, refused, came=round)
-            found.append(Answer.of(stacked(replies), missing))
+            result.append(Answer.of(stacked(replies), missing))
         if refused:
             raise refused[0]
-        return found
+        return result
 
     def _exchanged(
         self, request: Request, asked: Sequence[int], send: Send, missing: dict[int, str]

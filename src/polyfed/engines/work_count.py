@@ -109,5 +109,5 @@ class MeteredClientData(ClientData):
 
 def given_work(data: ClientData) -> Tensor:
     """Return the operations on given batches in a task so far, an int64 0-dim tensor; 0 if nothing is counted."""
-    found = data.given if isinstance(data, MeteredClientData) else []
-    return torch.stack(found).sum() if found else torch.zeros((), dtype=torch.int64)
+    result = data.given if isinstance(data, MeteredClientData) else []
+    return torch.stack(result).sum() if result else torch.zeros((), dtype=torch.int64)

@@ -39,13 +39,14 @@ def personal(scores: Mapping[int, float], rows: Mapping[int, float], *, rising: 
 
 def mean_groups(measured: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
     """Return the mean of every metric over the models that have this metric, or an empty result without models."""
-    found: dict[str, dict[str, list[float]]] = {}
+    result: dict[str, dict[str, list[float]]] = {}
     for one in measured:
         for group, numbers in one.items():
             for name, value in numbers.items():
-                found.setdefault(group, {}).setdefault(name, []).append(value)
+                result.setdefault(group, {}).setdefault(name, []).append(value)
     return {
-        group: {name: sum(values) / len(values) for name, values in numbers.items()} for group, numbers in found.items()
+        group: {name: sum(values) / len(values) for name, values in numbers.items()}
+        for group, numbers in result.items()
     }
 
 

@@ -89,11 +89,11 @@ class ScoreCounts(Message):
         ends = -(-torch.arange(BINS + 1) // JOINED)
         joined = torch.zeros(*self.in_bins.shape[:2], len(places), dtype=torch.int64)
         joined.index_add_(2, ends, self.in_bins.cpu())
-        found = torch.zeros_like(self.in_bins, device="cpu")
-        found[:, :, places] = add(joined).to(torch.int64)
+        result = torch.zeros_like(self.in_bins, device="cpu")
+        result[:, :, places] = add(joined).to(torch.int64)
         return replace(
             self,
-            in_bins=found.to(self.in_bins.device),
+            in_bins=result.to(self.in_bins.device),
             noise=torch.full_like(self.noise, math.ceil((deviation + 0.5) ** 2)),  # rounding adds at most 0.5
         )
 
@@ -200,14 +200,14 @@ def _without_near(counts: Tensor, modalities: tuple[str, ...], least: int) -> Te
 
     The rows of a larger subset are among those of a smaller one, so the difference would tell of the few others.
     """
-    subsets, rows, found = subsets_of("all", modalities), counts.sum(-1), counts.clone()
+    subsets, rows, result = subsets_of("all", modalities), counts.sum(-1), counts.clone()
     for larger, of in enumerate(subsets):
         for smaller in range(larger):
-            apart = rows[smaller] - found[larger].sum(-1)
-            near = (apart > 0) & (apart < least) & (found[smaller].sum(-1) > 0)
+            apart = rows[smaller] - result[larger].sum(-1)
+            near = (apart > 0) & (apart < least) & (result[smaller].sum(-1) > 0)
             if set(subsets[smaller]) < set(of):
-                found[larger][near] = 0
-    return found
+                result[larger][near] = 0
+    return result
 
 
 SIZE_BINS = BINS // WIDTH + 1
@@ -234,11 +234,11 @@ def possible_counts(wanted: tuple[int, ...]) -> Accept:
     """Return an `accept` function for `fed.ask`, which drops counts of another shape."""
 
     def flaw(client: int, reply: ScoreCounts | SizeCounts) -> str:
-        found = tuple(reply.in_bins.shape)
+        result = tuple(reply.in_bins.shape)
         exact = isinstance(reply, SizeCounts) or not int(reply.noise)
         if exact and bool((reply.in_bins < 0).any()):
             return "counts fewer than 0 rows"
-        return "" if found == wanted else f"has counts of the shape {found}, expected {wanted}"
+        return "" if result == wanted else f"has counts of the shape {result}, expected {wanted}"
 
     return flaw
 
@@ -369,9 +369,9 @@ class Conformal:
         tables = {
             group: {subset: _table(own) for subset, own in subsets.items()} for group, subsets in self.counts.items()
         }
-        found = {"kind": self.kind, "group_by": self.group_by, "counts": tables}
-        found |= {"noise": dict(self.noise)} if self.noise else {}
-        return found | ({"sizes": {group: _table(own) for group, own in self.sizes.items()}} if self.sizes else {})
+        result = {"kind": self.kind, "group_by": self.group_by, "counts": tables}
+        result |= {"noise": dict(self.noise)} if self.noise else {}
+        return result | ({"sizes": {group: _table(own) for group, own in self.sizes.items()}} if self.sizes else {})
 
     @classmethod
     def read(cls, said: Mapping[str, Any], shape: tuple[int, int], sizes: tuple[int, ...]) -> Self:
@@ -413,13 +413,13 @@ def _counts(table: Mapping[str, Any], shape: tuple[int, ...], noisy: bool = Fals
     Raises:
         ValueError: the table does not fit.
     """
-    found = torch.zeros(shape, dtype=torch.int64)
+    result = torch.zeros(shape, dtype=torch.int64)
     for *at, rows in table["rows"]:
         fits = len(at) == len(shape) and all(type(i) is int and 0 <= i < n for i, n in zip(at, shape, strict=True))
         if not (fits and type(rows) is int and (noisy or rows >= 0) and abs(rows) < 2**53):
             raise ValueError(f"counts {rows!r} rows in bin {at[-1] if at else None!r}")
-        found[tuple(at)] = rows
-    return found
+        result[tuple(at)] = rows
+    return result
 
 
 @dataclass(frozen=True)
@@ -523,11 +523,11 @@ def prediction_sets(
         last[here], rows[here] = limit.expand(predicted.shape[1]), known.min()
     sets = class_bins(predicted) <= last if of_classes else None
     now = upper_edge(last).mul(2).mean(1) if sets is None else sets.sum(1).double()
-    found = PredictionSets(coverage, group, subsets, rows, sets, class_names=class_names)
+    result = PredictionSets(coverage, group, subsets, rows, sets, class_names=class_names)
     if sets is None:
         wide = upper_edge(last)
-        found = replace(found, low=predicted - wide, high=predicted + wide)
-    return replace(found, shrinkage=_shrinkage(conformal, predicted, tuple(used), found, now))
+        result = replace(result, low=predicted - wide, high=predicted + wide)
+    return replace(result, shrinkage=_shrinkage(conformal, predicted, tuple(used), result, now))
 
 
 def _shrinkage(

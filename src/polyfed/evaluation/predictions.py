@@ -58,7 +58,7 @@ def predict(
     if not n:  # one row of zeros shows the shape of a prediction; encoders may fail without rows
         row = {m: given[m].new_zeros(1, *given[m].shape[1:]) for m in used}
         return predict(model, objective, w, row, reads=reads, predictor=predictor, scaling=scaling)[:0]
-    place, found = next(iter(w.values())).device, []
+    place, result = next(iter(w.values())).device, []
     with torch.no_grad():
         for rows in torch.split(torch.arange(n), FOLD_BATCH):
             numbers = rows.to(place)
@@ -68,8 +68,8 @@ def predict(
             known = {m: there[m][rows.to(there[m].device)].to(place) for m in used if m in there}
             batch = Batch(x=samples, y=torch.zeros_like(numbers), rows=numbers, present=known)
             by_modality = objective.BY_MODALITY
-            found.append(objective.outputs(model, w, batch) if by_modality else predictor.logits(model, w, batch))
-    return objective.predicted(torch.cat(found))
+            result.append(objective.outputs(model, w, batch) if by_modality else predictor.logits(model, w, batch))
+    return objective.predicted(torch.cat(result))
 
 
 def used(

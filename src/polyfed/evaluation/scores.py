@@ -146,9 +146,9 @@ class Evaluation:
     @property
     def idle(self) -> dict[str, str]:
         """The options that have no effect, each with the setting that causes this."""
-        found = {} if self.personal else {"clients": "personal = false"}
+        result = {} if self.personal else {"clients": "personal = false"}
         without = dict.fromkeys(("conformal_groups", "shrinkage"), "conformal = 'none'")
-        return found | (without if self.conformal == "none" else {})
+        return result | (without if self.conformal == "none" else {})
 
     def due(self, round: int, rounds: int) -> bool:
         """Return whether to evaluate round number `round` of `rounds`."""
@@ -285,14 +285,14 @@ def scores(
     def step(carry: tuple[dict[str, Tensor], list[Tree]], batch: Batch) -> tuple[dict[str, Tensor], list[Tree]]:
         total, rows = carry
         outputs, features = outputs_of(batch)
-        found = {ALL: objective.sums(outputs, batch)} | {m: single(features, m, batch) for m in alone}
+        result = {ALL: objective.sums(outputs, batch)} | {m: single(features, m, batch) for m in alone}
         values = part_values(subsets, model, objective, w, features, batch, outputs)
-        found[PARTS] = moments(values)
+        result[PARTS] = moments(values)
         if codes is not None:
             table = values.new_zeros(len(values), size, values.shape[-1])
-            found[CLUSTERS] = table.index_add_(1, codes[batch.rows], values)
+            result[CLUSTERS] = table.index_add_(1, codes[batch.rows], values)
         kept = [*rows, {"outputs": outputs, "y": batch.y}] if objective.exact else rows
-        return {name: total[name] + value if name in total else value for name, value in found.items()}, kept
+        return {name: total[name] + value if name in total else value for name, value in result.items()}, kept
 
     sums, rows = data.fold(step, ({}, []))
     exact = _exact(objective, rows) if objective.exact else []
@@ -312,11 +312,11 @@ def all_rows(
 
     The result is None if there are no rows. This function runs under vmap.
     """
-    found = data.collect(lambda batch: {"outputs": function(batch), "y": batch.y}, batch_size=batch_size)
-    if not found:
+    result = data.collect(lambda batch: {"outputs": function(batch), "y": batch.y}, batch_size=batch_size)
+    if not result:
         return None
-    rows = torch.arange(len(found["y"]), device=found["y"].device)
-    return found["outputs"], Batch(x={}, y=found["y"], rows=rows, ok=rows < data.num_rows)
+    rows = torch.arange(len(result["y"]), device=result["y"].device)
+    return result["outputs"], Batch(x={}, y=result["y"], rows=rows, ok=rows < data.num_rows)
 
 
 def class_mean_scores(
@@ -347,8 +347,8 @@ def own_score(context: ClientContext, w: Tree, data: ClientData, predictor: Pred
         return objective.outputs(model, w, batch) if by_modality else predictor.logits(model, w, batch)
 
     if objective.WHOLE:
-        found = all_rows(data, outputs)
-        return OwnScore(zero if found is None else objective.own_sums(*found), data.num_rows)
+        result = all_rows(data, outputs)
+        return OwnScore(zero if result is None else objective.own_sums(*result), data.num_rows)
     sums = data.fold(lambda total, batch: total + objective.own_sums(outputs(batch), batch), zero)
     return OwnScore(sums, data.num_rows)
 

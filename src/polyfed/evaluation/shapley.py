@@ -93,10 +93,10 @@ def shapley(
 def _exact_rows(
     players: Sequence[P], player: P, rows: Callable[[frozenset[P]], NDArray[np.float64]]
 ) -> NDArray[np.float64]:
-    found = np.zeros_like(rows(frozenset()))
+    result = np.zeros_like(rows(frozenset()))
     for coalition, weight in coalitions(players, player):
-        found = found + weight * (rows(coalition | {player}) - rows(coalition))
-    return found
+        result = result + weight * (rows(coalition | {player}) - rows(coalition))
+    return result
 
 
 def _exact(players: Sequence[P], player: P, value: Callable[[frozenset[P]], float]) -> float:

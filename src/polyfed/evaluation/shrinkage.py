@@ -97,7 +97,7 @@ def own_sizes(
         num_bins: N.
         seen: returns a batch as the model reads it, with all modalities of `context`.
     """
-    model, found = context.model, []
+    model, result = context.model, []
     none = torch.zeros(LEVELS, num_bins, dtype=torch.int64, device=data.num_rows.device)
     for subset in subsets_of("all", model.modalities):
         for further in model.modalities:
@@ -112,10 +112,10 @@ def own_sizes(
                 return total + sizes_of(before, bins_of(after), ok, num_bins)
 
             counts = further not in subset and set(both) <= set(context.modalities)
-            found.append(data.fold(step, none) if counts else none)
+            result.append(data.fold(step, none) if counts else none)
     if data.min_group > 1:  # a row has a score of each class
-        found = [raised(own, data.min_group * context.num_classes) for own in found]
-    return SizeCounts(torch.stack(found).view(-1, len(model.modalities), LEVELS, num_bins))
+        result = [raised(own, data.min_group * context.num_classes) for own in result]
+    return SizeCounts(torch.stack(result).view(-1, len(model.modalities), LEVELS, num_bins))
 
 
 def expected_sizes(counts: Tensor, limits: Tensor) -> Tensor:

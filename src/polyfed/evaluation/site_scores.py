@@ -213,12 +213,12 @@ def site_gaps(objective: Objective, outputs: Sequence[Tensor], y: Tensor) -> Ten
     """Return `Compared.gaps`, given the outputs of both models for some rows."""
     batch = Batch({}, y, torch.arange(len(y)))
     first, second = (objective.row_metrics(one, batch) for one in outputs)
-    found = [torch.zeros(0, 13, dtype=torch.float64)]
+    result = [torch.zeros(0, 13, dtype=torch.float64)]
     for name, parts in first.items():
         above, below = parts.double().unbind(1)  # (B, T)
         some = (below > 0).double()
-        found.append(moments(torch.stack([some, below, above, second[name].double()[:, 0]], -1).movedim(0, 1)))
-    return torch.cat(found)
+        result.append(moments(torch.stack([some, below, above, second[name].double()[:, 0]], -1).movedim(0, 1)))
+    return torch.cat(result)
 
 
 def site_areas(objective: Objective, outputs: Sequence[Tensor], y: Tensor, least: int) -> Tensor:
@@ -229,8 +229,8 @@ def site_areas(objective: Objective, outputs: Sequence[Tensor], y: Tensor, least
     assert ranked[0] is not None
     assert ranked[1] is not None
     _, positive, negative = ranked[0]
-    found = torch.zeros(positive.shape[1], 4, dtype=torch.float64)
-    for place in range(len(found)):
+    result = torch.zeros(positive.shape[1], 4, dtype=torch.float64)
+    for place in range(len(result)):
         some = (positive | negative)[:, place]
         sides = (int(positive[:, place].sum()), int(negative[:, place].sum()))
         scores = (one[0][some, place].double().numpy() for one in ranked if one is not None)
@@ -240,8 +240,8 @@ def site_areas(objective: Objective, outputs: Sequence[Tensor], y: Tensor, least
         first, second, variance = areas
         if least > 1 and variance:  # its last digits could tell the order of single rows
             variance = 2.0 ** (math.ceil(STEPS * math.log2(variance)) / STEPS)
-        found[place] = torch.tensor([sum(sides), first, second, variance], dtype=torch.float64)
-    return found
+        result[place] = torch.tensor([sum(sides), first, second, variance], dtype=torch.float64)
+    return result
 
 
 MOST_VARIANCE = 4.0
@@ -298,17 +298,17 @@ def of_sites(context: ClientContext, sites: Mapping[str, Compared], rows: Mappin
         rows: the name of a site -> the number of rows in its report.
     """
     objective = context.objective
-    found: dict[str, Any] = {"rows": sum(rows[name] for name in sites), "bootstrap": {}}
+    result: dict[str, Any] = {"rows": sum(rows[name] for name in sites), "bootstrap": {}}
     if (count := sum(rows[name] > 0 for name in sites)) > 1:
-        found["clients"] = count
+        result["clients"] = count
     if gaps := _paired(context, sites):
-        found["paired"] = gaps
+        result["paired"] = gaps
     cells = {name: [int(number) for number in one.cells.tolist()] for name, one in sites.items() if one.cells.sum()}
     if cells:
         _, first, second, _ = (sum(own[place] for own in cells.values()) for place in range(4))
         more = np.array([float(own[1] - own[2]) for own in cells.values()]) if len(cells) > 1 else None
-        found["mcnemar"] = asdict(disagreement(first, second, more))
-        found["by_site"] = {name: asdict(paired_shares(*own)) | {"rows": sum(own)} for name, own in cells.items()}
+        result["mcnemar"] = asdict(disagreement(first, second, more))
+        result["by_site"] = {name: asdict(paired_shares(*own)) | {"rows": sum(own)} for name, own in cells.items()}
     areas = torch.stack([one.areas.cpu() for one in sites.values()]).double().numpy()  # (S, K, 4)
     tests = {}
     for place in range(areas.shape[1]):
@@ -318,19 +318,19 @@ def of_sites(context: ClientContext, sites: Mapping[str, Compared], rows: Mappin
             tests[label] = asdict(within_sites(known[:, 0], known[:, 1:])) | {
                 "rows": round(known[:, 0].sum()), "sites": len(known)
             }  # fmt: skip
-    return found | ({"delong_within_sites": tests} if tests else {})
+    return result | ({"delong_within_sites": tests} if tests else {})
 
 
 def _paired(context: ClientContext, sites: Mapping[str, Compared]) -> dict[str, dict[str, Any]]:
     """Return `paired_means` of each metric and target of `Compared.gaps` that some rows have."""
-    found, lines = {}, {site: iter(one.gaps.tolist()) for site, one in sites.items()}
+    result, lines = {}, {site: iter(one.gaps.tolist()) for site, one in sites.items()}
     for metric, targets in metrics_compared(context).items():
         for place in range(targets):
             label = context.objective.ranked_name(place, targets, None)
             told = {site: next(line) for site, line in lines.items()}
             name = metric if targets == 1 else f"{metric} of {label}"
-            found[name] = paired_means(told, root=metric == "rmse")
-    return {name: one for name, one in found.items() if one}
+            result[name] = paired_means(told, root=metric == "rmse")
+    return {name: one for name, one in result.items() if one}
 
 
 def summary(
@@ -424,12 +424,12 @@ MOST_SITES = 200
 
 def _pooled(objective: Objective, sites: Sequence[SiteScores]) -> Tensor:
     """Return the sums of each site, (K, S), with every histogram at the coarsest level of a site."""
-    found = torch.stack([one.sums.cpu() for one in sites]) if sites else torch.zeros(0, 0)
-    for sums in found:
+    result = torch.stack([one.sums.cpu() for one in sites]) if sites else torch.zeros(0, 0)
+    for sums in result:
         if (bins := objective.score_bins(sums)) is not None:
             levels = torch.stack([one.levels.cpu() for one in sites]).amax(0)
             bins.copy_(at_levels(bins, levels))
-    return found
+    return result
 
 
 def _of_site(objective: Objective, sums: Tensor, site: SiteScores, values: Values) -> dict[str, Any]:
@@ -439,7 +439,7 @@ def _of_site(objective: Objective, sums: Tensor, site: SiteScores, values: Value
         if rows
         else {}
     )
-    found = {"rows": int(rows), "support": objective.support(sums.cpu()) if rows else [], "metrics": metrics}
+    result = {"rows": int(rows), "support": objective.support(sums.cpu()) if rows else [], "metrics": metrics}
     lines = iter(groups.cpu())
     tables: dict[str, dict[str, Any]] = {}
     for column, names in values.items():
@@ -449,4 +449,4 @@ def _of_site(objective: Objective, sums: Tensor, site: SiteScores, values: Value
             whole = objective.SCORE == "accuracy" and score is not None and objective.OF_CLASSES
             one = wilson(score * float(size), float(size)).facts() if whole and score is not None else {"value": score}
             tables.setdefault(column, {})[str(name)] = {"rows": int(size), objective.SCORE: one}
-    return found | ({"groups": tables} if values else {})
+    return result | ({"groups": tables} if values else {})

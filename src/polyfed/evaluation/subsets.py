@@ -76,16 +76,16 @@ def subsets_of(which: Which, modalities: tuple[str, ...]) -> tuple[tuple[str, ..
     """
     if which == "none":
         return ()
-    total, found = len(modalities), list[tuple[str, ...]]()
+    total, result = len(modalities), list[tuple[str, ...]]()
     by_size = is_by_size(which, total)
     for size in range(1, total + 1):
         of_size = itertools.combinations(modalities, size)
         if by_size and (num := math.comb(total, size)) > PER_SIZE:
             drawn = set(keys.choice(keys.key("subsets", total, size), num, PER_SIZE))
-            found += [subset for place, subset in enumerate(of_size) if place in drawn]
+            result += [subset for place, subset in enumerate(of_size) if place in drawn]
         elif which != "each" or size in (1, total - 1, total):
-            found += of_size
-    return tuple(found)
+            result += of_size
+    return tuple(result)
 
 
 def is_by_size(which: Which, num: int) -> bool:
@@ -111,14 +111,14 @@ def summary(
     """Return the metrics for the scores of subsets: one for each subset or each size, and the worst of all subsets."""
     if not scores:
         return {}
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     if is_by_size(which, len(modalities)):
         for size in sorted({len(subset) for subset in scores}):
             of_size = [score for subset, score in scores.items() if len(subset) == size]
-            found[f"{SUBSET}size{size}"] = sum(of_size) / len(of_size)
+            result[f"{SUBSET}size{size}"] = sum(of_size) / len(of_size)
     else:
-        found = {SUBSET + named(subset): score for subset, score in scores.items()}
-    return found | {WORST: min(scores.values()) if rising else max(scores.values())}
+        result = {SUBSET + named(subset): score for subset, score in scores.items()}
+    return result | {WORST: min(scores.values()) if rising else max(scores.values())}
 
 
 def patterns_of(modalities: Sequence[str]) -> tuple[str, ...]:
@@ -129,25 +129,25 @@ def patterns_of(modalities: Sequence[str]) -> tuple[str, ...]:
     num = len(modalities)
     if num > MOST:
         return (NOTHING, *(f"size{size}" for size in range(1, num + 1)))
-    found = (named([m for place, m in enumerate(modalities) if code >> place & 1]) for code in range(1 << num))
-    return tuple(name or NOTHING for name in found)
+    result = (named([m for place, m in enumerate(modalities) if code >> place & 1]) for code in range(1 << num))
+    return tuple(name or NOTHING for name in result)
 
 
 def lacking(modalities: Sequence[str], batch: Batch) -> Tensor:
     """Return the place in `patterns_of` of what each row lacks, int64 (B,)."""
-    found = torch.zeros_like(batch.rows)
+    result = torch.zeros_like(batch.rows)
     for place, modality in enumerate(modalities):
         if modality in batch.present:
-            found = found + (~batch.present[modality]).long() * (1 if len(modalities) > MOST else 1 << place)
-    return found
+            result = result + (~batch.present[modality]).long() * (1 if len(modalities) > MOST else 1 << place)
+    return result
 
 
 def with_all(subset: Sequence[str], batch: Batch) -> Tensor:
     """Return which real rows have all modalities of a subset, bool (B,)."""
-    found = torch.ones_like(batch.rows, dtype=torch.bool) if batch.ok is None else batch.ok
+    result = torch.ones_like(batch.rows, dtype=torch.bool) if batch.ok is None else batch.ok
     for modality in subset:
-        found = found & batch.present[modality] if modality in batch.present else found
-    return found
+        result = result & batch.present[modality] if modality in batch.present else result
+    return result
 
 
 def names_of_parts(which: Which, modalities: tuple[str, ...], present: Mapping[str, Tensor], rows: Tensor) -> set[str]:
@@ -161,12 +161,12 @@ def names_of_parts(which: Which, modalities: tuple[str, ...], present: Mapping[s
     """
     batch = Batch({}, rows, rows, present={m: mask.cpu()[rows] for m, mask in present.items() if m in modalities})
     scored = {subset for subset in subsets_of(which, modalities) if bool(with_all(subset, batch).any())}
-    found = set(summary(which, modalities, dict.fromkeys(scored, 0.0), rising=True))
+    result = set(summary(which, modalities, dict.fromkeys(scored, 0.0), rising=True))
     if bool(with_all(modalities, batch).any()):
-        found |= {GAIN + named(subset) for subset in compared(which, modalities)}
+        result |= {GAIN + named(subset) for subset in compared(which, modalities)}
     names = patterns_of(modalities)
     lacks = {names[place] for place in lacking(modalities, batch).tolist()}
-    return found | (set() if lacks == {NOTHING} else {LACKS + name for name in lacks})
+    return result | (set() if lacks == {NOTHING} else {LACKS + name for name in lacks})
 
 
 def part_values(
@@ -202,24 +202,24 @@ def part_values(
         return torch.where(counted.unsqueeze(-1), values, 0.0)
 
     as_they_come, alone = scored(outputs), dict[tuple[str, ...], Tensor]()
-    found = [of(as_they_come, everyone)]
+    result = [of(as_they_come, everyone)]
     for subset in subsets_of(which, model.modalities):
         if all(m in features for m in subset):
             alone[subset] = scored(objective.outputs(model, w, batch, {m: features[m] for m in subset}))
-            found.append(of(alone[subset], with_all(subset, batch)))
+            result.append(of(alone[subset], with_all(subset, batch)))
         else:
-            found.append(torch.zeros_like(found[0]))
+            result.append(torch.zeros_like(result[0]))
     lacks = lacking(model.modalities, batch)
-    found += [of(as_they_come, everyone & (lacks == place)) for place in range(len(patterns_of(model.modalities)))]
+    result += [of(as_they_come, everyone & (lacks == place)) for place in range(len(patterns_of(model.modalities)))]
     for subset in compared(which, model.modalities):
         whole, sign = alone.get(model.modalities), 1.0 if objective.RISING else -1.0
         if whole is None or subset not in alone:
-            found.append(torch.zeros_like(found[0]))
+            result.append(torch.zeros_like(result[0]))
             continue
         one, width = whole.clone(), (whole.shape[1] - 1) // 2  # only the numerators of the score depend on outputs
         one[:, 1 : 1 + width] = sign * (whole - alone[subset])[:, 1 : 1 + width]
-        found.append(of(one, with_all(model.modalities, batch)))
-    return torch.stack(found)
+        result.append(of(one, with_all(model.modalities, batch)))
+    return torch.stack(result)
 
 
 Interval = dict[str, float]
@@ -251,10 +251,10 @@ def global_metrics(
     subsets = subsets_of(which, model.modalities)
     of_subsets = dict(zip(subsets, values[1:], strict=False))
     scores = {subset: value for subset, value in of_subsets.items() if value is not None}
-    found = summary(which, model.modalities, scores, rising=objective.RISING)
+    result = summary(which, model.modalities, scores, rising=objective.RISING)
     known = {SUBSET + named(subset): one for subset, one in zip(subsets, intervals[1:], strict=False)}
     if scores:
-        worst = next(subset for subset, value in scores.items() if value == found[WORST])
+        worst = next(subset for subset, value in scores.items() if value == result[WORST])
         known[WORST] = known[SUBSET + named(worst)]
     first = 1 + len(subsets)
     patterns = dict(
@@ -262,13 +262,13 @@ def global_metrics(
     )
     there = {LACKS + name: one for name, one in patterns.items() if one[0] is not None}
     if set(there) > {LACKS + NOTHING} or (there and LACKS + NOTHING not in there):
-        found |= {name: value for name, (value, _) in there.items() if value is not None}
+        result |= {name: value for name, (value, _) in there.items() if value is not None}
         known |= {name: interval for name, (_, interval) in there.items()}
     for place, subset in enumerate(gains, len(parts) - len(gains)):
         if (value := values[place]) is not None:
-            found[GAIN + named(subset)], known[GAIN + named(subset)] = value, intervals[place]
-    told = {name: one for name, one in known.items() if name in found or not (one["rows"] or which == "sizes")}
-    return found, {objective.SCORE: intervals[0]} | told
+            result[GAIN + named(subset)], known[GAIN + named(subset)] = value, intervals[place]
+    told = {name: one for name, one in known.items() if name in result or not (one["rows"] or which == "sizes")}
+    return result, {objective.SCORE: intervals[0]} | told
 
 
 def _interval(
@@ -277,14 +277,14 @@ def _interval(
     how: dict[str, Any] = {"share": is_share_score(objective.SCORE) and not gain}
     how["metric"] = "" if gain else objective.SCORE
     rows = of_moments(told, clusters=False, **how)
-    found: Interval = {"rows": round(told[0])}
+    result: Interval = {"rows": round(told[0])}
     if rows is None:
-        return None, found
+        return None, result
     by_client = None if of_clients is None else of_moments(of_clients, clusters=True, **how)
-    found |= _ends(rows, "")
+    result |= _ends(rows, "")
     if by_client is not None and by_client.low is not None and of_clients is not None:
-        found |= _ends(rows, "_by_rows") | _ends(by_client, "") | {"clients": round(of_clients[0])}
-    return rows.value, found
+        result |= _ends(rows, "_by_rows") | _ends(by_client, "") | {"clients": round(of_clients[0])}
+    return rows.value, result
 
 
 MOST_MOMENTS = 2000
@@ -308,12 +308,12 @@ def is_share_score(metric: str) -> bool:
 
 def over_clients(scores: Sequence[float], rows: float, metric: str) -> Interval:
     """Return the interval of a mean of clients' scores: Student's t, which takes the clients as a sample of others."""
-    found: Interval = {"rows": round(rows), "clients": len(scores)}
+    result: Interval = {"rows": round(rows), "clients": len(scores)}
     if len(scores) < 2:
-        return found
+        return result
     values = torch.tensor(scores, dtype=torch.float64)
     half, mean = t_quantile(len(scores)) * float(values.std()) / math.sqrt(len(scores)), float(values.mean())
-    return found | _ends(around(mean, half).within(metric), "")
+    return result | _ends(around(mean, half).within(metric), "")
 
 
 def own_intervals(objective: Objective, scores: Mapping[int, float], rows: Mapping[int, float]) -> dict[str, Interval]:
@@ -353,11 +353,11 @@ def own_subset_scores(
     shape, device = objective.own_shape(context.num_classes), data.num_rows.device
     zero, none = torch.zeros(shape, dtype=kind, device=device), torch.zeros_like(data.num_rows)
     sizes = data.fold(lambda total, batch: total + objective.group_sizes(batch), torch.zeros((), device=device))
-    found, rows = [], []
+    result, rows = [], []
     told: list[tuple[Sequence[str], Tensor, Tensor]] = []
     for subset in subsets_of(which, model.modalities):
         if not set(subset) <= set(context.modalities):
-            found.append(zero)
+            result.append(zero)
             rows.append(none)
             continue
 
@@ -374,9 +374,9 @@ def own_subset_scores(
         few = [(part > 0) & (part < data.min_test_rows) for part in (held, sizes - held, *apart)]
         shown = ~torch.stack(few).any()
         told.append((subset, held, shown))
-        found.append(torch.where(shown, sums, zero))
+        result.append(torch.where(shown, sums, zero))
         rows.append(torch.where(shown, count, none))
-    return SubsetScores(torch.stack(found), torch.stack(rows))
+    return SubsetScores(torch.stack(result), torch.stack(rows))
 
 
 def possible_subsets(fed: Federation) -> Accept:
@@ -427,8 +427,8 @@ def metrics_over_clients(
             scores[subset] = sum(score for score, _ in there) / len(there)
             total = sum(rows for _, rows in there)
             known[SUBSET + named(subset)] = over_clients([s for s, _ in there], total, objective.SCORE)
-    found = summary(which, fed.context.model.modalities, scores, rising=objective.RISING)
+    result = summary(which, fed.context.model.modalities, scores, rising=objective.RISING)
     if scores:
-        worst = next(subset for subset, value in scores.items() if value == found[WORST])
+        worst = next(subset for subset, value in scores.items() if value == result[WORST])
         known[WORST] = known[SUBSET + named(worst)]
-    return found, {name: one for name, one in known.items() if name in found}
+    return result, {name: one for name, one in known.items() if name in result}

@@ -69,8 +69,8 @@ def delong(positive: Bools, first: Floats, second: Floats, clients: Ints | None 
 
 def paired_areas(positive: Bools, first: Floats, second: Floats) -> tuple[float, float, float] | None:
     """Return two AUROCs on the same rows and DeLong's variance of their difference; see `delong`."""
-    found = _components(positive, first, second)
-    return None if found is None else (*found[0], _variance(found[1]))
+    result = _components(positive, first, second)
+    return None if result is None else (*result[0], _variance(result[1]))
 
 
 def within_sites(rows: Floats, areas: Floats) -> Difference:
@@ -186,14 +186,14 @@ def paired_means(sites: Mapping[str, Sequence[float]], *, root: bool = False) ->
         return {}
     own = {site: _of_moments(told, root) for site, told in each.items()}
     total = np.sum(list(each.values()), axis=0)
-    found = asdict(pooled := _of_moments(total, root)) | {"rows": round(total[0])}
+    result = asdict(pooled := _of_moments(total, root)) | {"rows": round(total[0])}
     if len(each) < 2:
-        return found
+        return result
     left = np.array([one.first - one.second for one in (_of_moments(total - told, root) for told in each.values())])
     spread = (len(left) - 1) / len(left) * float(np.square(left - left.mean()).sum())
     over = _of_areas((pooled.first, pooled.second), spread, stats.t(len(left) - 1))
-    found |= asdict(over) | {"clients": len(each), "low_by_rows": pooled.low, "high_by_rows": pooled.high}
-    return found | {"by_site": {site: asdict(one) | {"rows": round(each[site][0])} for site, one in own.items()}}
+    result |= asdict(over) | {"clients": len(each), "low_by_rows": pooled.low, "high_by_rows": pooled.high}
+    return result | {"by_site": {site: asdict(one) | {"rows": round(each[site][0])} for site, one in own.items()}}
 
 
 def _of_moments(told: Floats, root: bool) -> Difference:

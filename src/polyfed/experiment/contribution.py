@@ -147,11 +147,11 @@ class Worth:
             if not read:
                 batch = replace(batch, present={names[0]: torch.zeros(len(batch.y), dtype=torch.bool)})
             outputs = objective.outputs(model, w, batch)
-            found = objective.sums(outputs, batch)
+            result = objective.sums(outputs, batch)
             each = [self._rows(outputs, batch)] if self.of_rows else []
             if self.name in objective.exact:
                 kept.append((outputs, batch.y))
-            return found if total[0] is None else total[0] + found, total[1] + each
+            return result if total[0] is None else total[0] + result, total[1] + each
 
         sums, each = view.fold(step, (None, []))
         known = objective.measured(sums)
@@ -177,8 +177,8 @@ def _influences(each: list[Tensor]) -> NDArray[np.float64]:
     total = below.sum(0)
     ratio = above.sum(0) / total.clamp(min=1e-300)
     gaps = (above - ratio * below) / total.clamp(min=1e-300)
-    found: NDArray[np.float64] = gaps[:, total > 0].mean(1).numpy()
-    return found
+    result: NDArray[np.float64] = gaps[:, total > 0].mean(1).numpy()
+    return result
 
 
 def contribution(
@@ -228,7 +228,7 @@ def contribution(
     say(_duration(worth, players, orders))
     games = _games(worth, players, orders)
     everyone = frozenset(worth.pairs)
-    found = {
+    result = {
         "metric": f"validation.{worth.name}",
         "rising": worth.rising,
         "rows": len(parts.population.validation_rows),
@@ -239,8 +239,8 @@ def contribution(
     }
     names = {str(one["id"]): one["name"] for one in facts_of(parts)["clients"] if "name" in one}
     codes = _clients_of_rows(parts)
-    found |= {"validation_clients": 0 if codes is None else len(np.unique(codes))}
-    return found | {name: _told(shares, folder, names, codes) for name, shares in games.items()}
+    result |= {"validation_clients": 0 if codes is None else len(np.unique(codes))}
+    return result | {name: _told(shares, folder, names, codes) for name, shares in games.items()}
 
 
 def _run_again(parts: Assembly, folder: Path) -> str:
@@ -366,21 +366,21 @@ def _told(
 
 
 def _bytes_up(folder: Path) -> dict[tuple[int, str], int]:
-    found: dict[tuple[int, str], int] = defaultdict(int)
+    result: dict[tuple[int, str], int] = defaultdict(int)
     for (client, block, _, destination), size in aggregate(Folder(folder)).clients.items():
         if destination != "client":
-            found[client, block] += size
-    return found
+            result[client, block] += size
+    return result
 
 
 def _advantages(folder: Path) -> dict[str, float]:
     """Return the largest advantage of an attack on each block, according to `polyfed audit`; empty without an audit."""
     facts = Folder(folder).json(LEAKAGE, LEAKAGE_AUDIT)
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for one in facts["findings"] if facts else ():
         if one["status"] == "measured" and one["advantage"] is not None:
-            found[one["block"]] = max(found.get(one["block"], 0.0), one["advantage"])
-    return found
+            result[one["block"]] = max(result.get(one["block"], 0.0), one["advantage"])
+    return result
 
 
 def write(content: dict[str, Any], folder: Path) -> Path:

@@ -72,7 +72,7 @@ class Evaluation:
 
     def lines(self) -> list[dict[str, Any]]:
         """Return a line for each site, group and metric: `site`, `group`, `rows`, `metric` and the numbers."""
-        found = []
+        result = []
         for site, one in {"pooled": self.content["pooled"], **self.content["sites"]}.items():
             parts = [("", one["rows"], one["metrics"])]
             for column, groups in one.get("groups", {}).items():
@@ -82,8 +82,8 @@ class Evaluation:
             for group, rows, metrics in parts:
                 for name, numbers in metrics.items():
                     about = {"site": site, "group": group, "rows": rows, "metric": name}
-                    found.append(about | {key: numbers.get(key) for key in ("value", "low", "high", "error")})
-        return found
+                    result.append(about | {key: numbers.get(key) for key in ("value", "low", "high", "error")})
+        return result
 
     def csv(self) -> str:
         """Return `lines` as CSV."""
@@ -153,18 +153,18 @@ def with_values(
     Raises:
         RecipeError: a column has too many values.
     """
-    found: dict[str, list[str | int]] = {}
+    result: dict[str, list[str | int]] = {}
     for name, values in groups.items():
-        found[name] = list(values)
+        result[name] = list(values)
         if not values:
             source: Any = job.data
-            found[name] = [*values_of(source if data is None else replace(source, path=str(data)), name)]
-            if not 0 < len(found[name]) <= MOST_VALUES:
+            result[name] = [*values_of(source if data is None else replace(source, path=str(data)), name)]
+            if not 0 < len(result[name]) <= MOST_VALUES:
                 raise RecipeError(
-                    f"--group {name}: the column has {len(found[name])} different values. Name those to score, as in "
+                    f"--group {name}: the column has {len(result[name])} different values. Name those to score, as in "
                     f"--group {name}=A,B"
                 )
-    return found
+    return result
 
 
 MOST_VALUES = 50
@@ -374,8 +374,8 @@ def natural_clients_of(columns: Columns, rows: Tensor) -> dict[str, Tensor]:
     if columns.client is None:
         return {}
     numbers = columns.client.cpu()[rows]
-    found = torch.unique(numbers).tolist()
-    return {columns.name_of_client(k): (numbers == k).nonzero()[:, 0] for k in found} if len(found) > 1 else {}
+    result = torch.unique(numbers).tolist()
+    return {columns.name_of_client(k): (numbers == k).nonzero()[:, 0] for k in result} if len(result) > 1 else {}
 
 
 def without_absent(source: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Any, tuple[str, ...]]:
@@ -534,8 +534,8 @@ def comparison(first: Assembly, second: Assembly, rows: Rows) -> dict[str, Any]:
     objective = first.fed.context.objective
     (one, y, clients, sites), (two, *_) = (outputs_of(parts, rows) for parts in (first, second))
     codes = clients.numpy() if 1 < len(torch.unique(clients)) < len(clients) else None
-    found: dict[str, Any] = {"rows": len(y), "bootstrap": {}}
-    found |= {} if codes is None else {"clients": len(np.unique(codes))}
+    result: dict[str, Any] = {"rows": len(y), "bootstrap": {}}
+    result |= {} if codes is None else {"clients": len(np.unique(codes))}
     metrics = {
         name: partial(_pair, objective, one, two, y, name)
         for name in objective.measured(objective.sums(one, _batch(y)))
@@ -546,16 +546,16 @@ def comparison(first: Assembly, second: Assembly, rows: Rows) -> dict[str, Any]:
     for name, metric in metrics.items():
         pair = paired_bootstrap(len(y), metric, clients=codes)
         if pair is not None:
-            found["bootstrap"][name] = dataclasses.asdict(pair)
+            result["bootstrap"][name] = dataclasses.asdict(pair)
     if isinstance(objective, Classification | Ordinal):
         right = [(objective.decided(outputs) == y).numpy() for outputs in (one, two)]
-        found["mcnemar"] = dataclasses.asdict(mcnemar(right[0], right[1], codes))
+        result["mcnemar"] = dataclasses.asdict(mcnemar(right[0], right[1], codes))
     names_of = first.population.columns.class_names
     tests = {}
     for label, (positive, mine, theirs, some) in _binary(objective, one, two, y, names_of).items():
         tests[label] = delong(positive, mine, theirs, None if codes is None else codes[some])
     known = {label: dataclasses.asdict(test) for label, test in tests.items() if test is not None}
-    return found | ({"delong": known} if known else {})
+    return result | ({"delong": known} if known else {})
 
 
 def _batch(y: Tensor) -> Batch:
@@ -566,18 +566,18 @@ def _pair(
     objective: Objective, one: Tensor, two: Tensor, y: Tensor, name: str, drawn: Any
 ) -> tuple[float, float] | None:
     rows = torch.from_numpy(drawn)
-    found = [objective.measured(objective.sums(outputs[rows], _batch(y[rows]))).get(name) for outputs in (one, two)]
-    return None if None in found else (found[0], found[1])  # type: ignore[return-value]
+    result = [objective.measured(objective.sums(outputs[rows], _batch(y[rows]))).get(name) for outputs in (one, two)]
+    return None if None in result else (result[0], result[1])  # type: ignore[return-value]
 
 
 def _rows_of_sites(objective: Objective, outputs: Tensor, y: Tensor, sites: Tensor) -> dict[str, Tensor]:
     """Return the objective's `row_metrics`, (n, 2, T), in which a row is compared with the rows of its own site."""
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     for site in torch.unique(sites):
         here = (sites == site).nonzero()[:, 0]
         for name, parts in objective.row_metrics(outputs[here], _batch(y[here])).items():
-            found.setdefault(name, torch.zeros(len(y), *parts.shape[1:], dtype=torch.float64))[here] = parts
-    return found
+            result.setdefault(name, torch.zeros(len(y), *parts.shape[1:], dtype=torch.float64))[here] = parts
+    return result
 
 
 def _ratios(mine: Tensor, theirs: Tensor, drawn: Any) -> tuple[float, float] | None:
@@ -593,16 +593,16 @@ def _binary(
 ) -> dict[str, tuple[Any, Floats, Floats, Any]]:
     """Return, for each class, label or question, which rows are positive, the scores of both models, and the rows."""
     mine, theirs = objective.ranked_rows(one, _batch(y)), objective.ranked_rows(two, _batch(y))
-    found: dict[str, tuple[Any, Floats, Floats, Any]] = {}
+    result: dict[str, tuple[Any, Floats, Floats, Any]] = {}
     if mine is None or theirs is None:
-        return found
+        return result
     first, positive, negative = mine
     for place in range(positive.shape[1]):
         known = (positive | negative)[:, place]
         scores = (side[known, place].double().numpy() for side in (first, theirs[0]))
         label = objective.ranked_name(place, positive.shape[1], names)
-        found[label] = (positive[known, place].numpy(), *scores, known.numpy())  # type: ignore[assignment]
-    return found
+        result[label] = (positive[known, place].numpy(), *scores, known.numpy())  # type: ignore[assignment]
+    return result
 
 
 def outputs_of(parts: Assembly, rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -76,13 +76,13 @@ def with_unsent(combined: Tree, sent: Sent, centre: Mapping[str, Tensor]) -> Tre
     columns of B to zero. Their gradients would then be zero as well, so they could never be trained again. The papers
     do not describe this case.
     """
-    found = dict(combined)
+    result = dict(combined)
     for key, shape in sent.items():
         if key in combined and shape != tuple(centre[key].shape):
             whole, region = centre[key].to(combined[key]).clone(), tuple(map(slice, shape))
             whole[region] = combined[key][region]
-            found[key] = whole
-    return found
+            result[key] = whole
+    return result
 
 
 @dataclass(frozen=True)
@@ -111,12 +111,12 @@ class Adapted:
 
 def ranks_sent(replies: Replies, name: str) -> dict[str, dict[int, int]]:
     """Return, for every matrix A and every client that sent it, its rank: its rows before `padded`."""
-    found: dict[str, dict[int, int]] = {}
+    result: dict[str, dict[int, int]] = {}
     for part in replies.parts:
         tree = getattr(part.message, name)
         for a, _ in pairs(tree):
-            found.setdefault(a, {}).update(dict.fromkeys(part.clients, tree[a].shape[1]))
-    return found
+            result.setdefault(a, {}).update(dict.fromkeys(part.clients, tree[a].shape[1]))
+    return result
 
 
 def hetlora(layer: Adapted) -> tuple[Tensor, Tensor]:
@@ -211,12 +211,12 @@ def repaired(trained: Mapping[str, Tensor], received: Mapping[str, Tensor], enou
         return dict(trained)
     likeness = torch.stack([_likeness(trained[a].flatten(), received[a].flatten()) for a in names])
     least = likeness.argmin()
-    found = dict(trained)
+    result = dict(trained)
     for place, a in enumerate(names):
         s = likeness[place]
         edited = s * trained[a] + (1 - s) * received[a]
-        found[a] = torch.where((least == place) & (s < enough), edited, trained[a])
-    return found
+        result[a] = torch.where((least == place) & (s < enough), edited, trained[a])
+    return result
 
 
 def _likeness(one: Tensor, two: Tensor) -> Tensor:

@@ -240,8 +240,8 @@ def aggregate(
         return adapters.with_unsent(mean, sent, centre)
     rule = RULES[server.aggregate]
     by_entry = server.aggregate in BY_ENTRY
-    found = combined(full, name, weights, centre, lambda group: rule(group, server), by_entry=by_entry)
-    return adapters.with_unsent(found, sent, centre)
+    result = combined(full, name, weights, centre, lambda group: rule(group, server), by_entry=by_entry)
+    return adapters.with_unsent(result, sent, centre)
 
 
 def combined(
@@ -268,25 +268,25 @@ def combined(
     Returns:
         The combined tree. An integer tensor, such as a counter, becomes the median of the replies.
     """
-    found: Tree = {}
+    result: Tree = {}
     for (block, clients), every in _groups(replies, name, weights).items():
         rows = {key: own for key, own in every.items() if only is None or key in only}
         one = {key: own[0] for key, own in rows.items()}
-        found |= {k: torch.stack(own).median(0).values for k, own in rows.items() if not one[k].is_floating_point()}
+        result |= {k: torch.stack(own).median(0).values for k, own in rows.items() if not one[k].is_floating_point()}
         real = [key for key in rows if one[key].is_floating_point()]
         if real:
             wide = torch.promote_types(one[real[0]].dtype, torch.float32)
             share = torch.tensor([weights[client] for client in clients], dtype=wide, device=one[real[0]].device)
             form = Group(block, torch.empty(0), share / share.sum(), torch.empty(0))
             if by_entry and sum(one[key].numel() for key in real) > CHUNK:
-                found |= {key: _by_chunks(rule, form, rows[key], centre[key], wide) for key in real}
+                result |= {key: _by_chunks(rule, form, rows[key], centre[key], wide) for key in real}
                 continue
             values = torch.cat([torch.stack(rows[key]).flatten(1).to(wide) for key in real], 1)
             start = torch.cat([centre[key].flatten().to(values) for key in real])
             entries = rule(replace(form, values=values, centre=start))
             pieces = torch.split(entries, [one[key].numel() for key in real])
-            found |= {key: piece.view_as(one[key]).to(one[key]) for key, piece in zip(real, pieces, strict=True)}
-    return found
+            result |= {key: piece.view_as(one[key]).to(one[key]) for key, piece in zip(real, pieces, strict=True)}
+    return result
 
 
 def _by_chunks(
@@ -322,15 +322,15 @@ def _adapters(
     ranks: Mapping[str, Mapping[int, int]],
 ) -> Tree:
     """Return the combined LoRA adapters of the padded replies, block by block."""
-    found = Tree()
+    result = Tree()
     for (_, clients), rows in _groups(replies, name, weights).items():
         stacks = {key: torch.stack(own) for key, own in rows.items()}
         for a, b in pairs(stacks):
             device = stacks[a].device
             share = torch.tensor([weights[client] for client in clients], dtype=torch.float64, device=device)
             rank = torch.tensor([ranks[a][client] for client in clients], device=device)
-            found[a], found[b] = rule(adapters.Adapted(stacks[a], stacks[b], share / share.sum(), rank, centre[a]))
-    return found
+            result[a], result[b] = rule(adapters.Adapted(stacks[a], stacks[b], share / share.sum(), rank, centre[a]))
+    return result
 
 
 def _groups(

@@ -74,13 +74,13 @@ class ClientRanks:
         """Divide stacks of replies into stacks of clients with the same rank."""
         if not self.ranks:
             return parts
-        found: list[ReplyStack] = []
+        result: list[ReplyStack] = []
         for part in parts:
             places: dict[int | None, list[int]] = {}
             for place, client in enumerate(part.clients):
                 places.setdefault(self.of(client), []).append(place)
-            found += [part] if len(places) == 1 else [part.at(own) for own in places.values()]
-        return found
+            result += [part] if len(places) == 1 else [part.at(own) for own in places.values()]
+        return result
 
 
 def _narrowed(msg: Message, shapes: Mapping[str, Shape]) -> Any:

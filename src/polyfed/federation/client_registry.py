@@ -55,8 +55,8 @@ class ClientNumbers(Sequence[int]):
     @overload
     def __getitem__(self, at: slice) -> list[int]: ...
     def __getitem__(self, at: int | slice) -> int | list[int]:
-        found: int | list[int] = self._numbers[at].tolist()
-        return found
+        result: int | list[int] = self._numbers[at].tolist()
+        return result
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._numbers.tolist())

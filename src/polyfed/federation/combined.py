@@ -80,9 +80,9 @@ def summed(span: Span, of: Callable[[Span], Combined | None]) -> Combined:
     Args:
         of: returns the sum over a subtree, or None to let its halves be summed first. It knows every single unit.
     """
-    found = of(span)
-    if found is not None:
-        return found
+    result = of(span)
+    if result is not None:
+        return result
     first, second = halves(span)
     return summed(first, of).plus(summed(second, of))
 
@@ -157,26 +157,26 @@ class Combining:
         self, clients: list[int], places: Mapping[int, tuple[ReplyStack, int]], registry: ClientRegistry
     ) -> Combined:
         """Return the sum over some clients, added in this order."""
-        found, own = Combined(), [places[client] for client in clients]
+        result, own = Combined(), [places[client] for client in clients]
         rows: dict[Entry, list[Tensor]] = {}
         entries: dict[int, tuple[Entry, ...]] = {}
         stack = own[0][0].message if own and own[0][0].clients == tuple(clients) else None
         for client, (part, place) in zip(clients, own, strict=True):
             named = tuple((name, key) for name, key, _ in tensors(part.message) if key is not None)
-            found.sent[client] = entries.setdefault(id(part), named)  # the same object for the whole stack
+            result.sent[client] = entries.setdefault(id(part), named)  # the same object for the whole stack
             for name, said in part.message.declared.items():
                 if said.bare:
-                    found.numbers.setdefault(name, {})[client] = getattr(part.message, name)[place].item()
+                    result.numbers.setdefault(name, {})[client] = getattr(part.message, name)[place].item()
             for name, key in named if stack is None else ():
                 rows.setdefault((name, key), []).append(getattr(part.message, name)[str(key)][place])
         values: Mapping[Entry, Tensor | list[Tensor]] = rows
         if stack is not None:
             values = {(name, key): value for name, key, value in tensors(stack) if key is not None}
-        senders = _senders(found.sent)
+        senders = _senders(result.sent)
         shares = {name: self.weights(name, clients, registry) for name in self.weighted}
         for entry, each in values.items():
-            found.sums[entry] = _sum(each, [shares[entry[0]][client] for client in senders[entry]])
-        return found
+            result.sums[entry] = _sum(each, [shares[entry[0]][client] for client in senders[entry]])
+        return result
 
 
 def combinable(kind: type[Message]) -> bool:
@@ -241,11 +241,11 @@ class CombinedReplies(SummedReplies):
 
 def _senders(sent: Mapping[int, tuple[Entry, ...]]) -> dict[Entry, list[int]]:
     """Return the clients that sent each tensor, in the order of `sent`."""
-    found: dict[Entry, list[int]] = {}
+    result: dict[Entry, list[int]] = {}
     for client, entries in sent.items():
         for entry in entries:
-            found.setdefault(entry, []).append(client)
-    return found
+            result.setdefault(entry, []).append(client)
+    return result
 
 
 def _unusable(
@@ -256,8 +256,8 @@ def _unusable(
         validator.check(part.message, kind)
     except BadReply as error:
         return dict.fromkeys(part.clients, str(error)), {}
-    bad, found = validator.unusable(part)
-    return foreign(part, registry) | bad, found
+    bad, result = validator.unusable(part)
+    return foreign(part, registry) | bad, result
 
 
 def _sum(values: Tensor | list[Tensor], weights: list[int]) -> Tensor:

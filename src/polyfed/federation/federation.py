@@ -362,7 +362,7 @@ class Federation:
         peak = self._peak(part, send)
         told = edges.in_silos(Request(next(iter(tasks.values())), part, *place), part, silos, send)
         self.asked = told.last
-        found = InSilos(missing=told.missing)
+        result = InSilos(missing=told.missing)
         lost_silos = {client: why for silo, why in told.missing.items() for client in silos[silo]}
         if len(lost_silos) == sum(map(len, silos.values())) and not self.evaluating:
             raise TooFewReplies(f"round {self.round}, part {part}: no edge answered. {listed(lost_silos)}")
@@ -373,8 +373,8 @@ class Federation:
             usable = Replies(parts, self._missing(request, lost, peak))
             self._senders.update(client for stack in parts for client in stack.clients)
             self._report(request, send, usable, quorum=False)
-            found.answers.append(Answered(task, one.number, one.turn, usable))
-        return found
+            result.answers.append(Answered(task, one.number, one.turn, usable))
+        return result
 
     def gather(
         self,
@@ -483,10 +483,10 @@ class Federation:
     def _missing(self, request: Request, missing: dict[int, str], peak: float) -> dict[int, str]:
         """Emit an event for each client without a usable reply, and return the clients with the reasons."""
         broken = self._broken(peak) if peak > HUGE else ""
-        told = {c: f"{why}{broken}" if why.endswith(NOT_FINITE) else why for c, why in missing.items()}
-        for client, reason in sorted(told.items()):
+        result = {c: f"{why}{broken}" if why.endswith(NOT_FINITE) else why for c, why in missing.items()}
+        for client, reason in sorted(result.items()):
             self.emit("client-missing", round=self.round, task=request.name, client=client, reason=reason)
-        return told
+        return result
 
     def _summed(self, task: Task, clients: Sequence[int], send: Send, *, quorum: bool, **options: Any) -> Replies:
         """Ask under secure aggregation; see `ask`."""

@@ -85,8 +85,8 @@ class Network:
             "fixed": (*radio, "fading", "log_base"),
             "measured": (*radio, "fading", "log_base", *simulated),
         }
-        found = dict.fromkeys(unread[self.channel], f"channel = '{self.channel}'")
-        return found if self.stragglers else found | {"straggler_slowdown": "stragglers = 0"}
+        result = dict.fromkeys(unread[self.channel], f"channel = '{self.channel}'")
+        return result if self.stragglers else result | {"straggler_slowdown": "stragglers = 0"}
 
     @property
     def measured(self) -> bool:

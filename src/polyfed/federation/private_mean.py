@@ -91,7 +91,7 @@ class PrivateMean:
         else:
             noise = DiscreteGaussian(deviation)
             totals = self._from_replies(replies, name, sent, noise)
-        found: Tree = {}
+        result: Tree = {}
         for key, start in sent.items():
             denominator = mechanism.denominators.get(block_of(key), 0.0)
             if not denominator:
@@ -101,15 +101,15 @@ class PrivateMean:
                 total = noise.released(total, None if mechanism.secure else self.key, key)
             else:
                 total = total * noise.step
-            found[key] = start + (total / denominator).to(start.dtype)
-        return found
+            result[key] = start + (total / denominator).to(start.dtype)
+        return result
 
     def _from_replies(self, replies: Replies, name: str, sent: Mapping[str, Tensor], noise: DiscreteGaussian) -> Tree:
         """Return the sum of the updates as a whole number of steps, which does not depend on the order of the replies.
 
         Each update is clipped first, unless its client has already added noise.
         """
-        found: Tree = {}
+        result: Tree = {}
         for part in replies.parts:
             stacks = {key: stack - sent[key] for key, stack in getattr(part.message, name).items()}
             if self.mechanism.central:
@@ -118,18 +118,18 @@ class PrivateMean:
                 factors = {key: torch.full((len(stack),), 1 / INSIDE).to(stack) for key, stack in stacks.items()}
             for key, stack in stacks.items():
                 total = noise.total(stack, factors[key])
-                found[key] = found[key] + total if key in found else total
-        return found
+                result[key] = result[key] + total if key in result else total
+        return result
 
 
 def _from_sums(replies: SummedReplies, name: str, sent: Mapping[str, Tensor], noise: DiscreteGaussian) -> Tree:
     """Return the sum of the updates as a whole number of steps, from the sum of the parameters."""
-    found: Tree = {}
+    result: Tree = {}
     for key, start in sent.items():
         if (name, key) in replies.sums:
             count = len(replies.senders[name, key])
-            found[key] = ((replies.sums[name, key].double() - count * start.double()) / noise.step).round()
-    return found
+            result[key] = ((replies.sums[name, key].double() - count * start.double()) / noise.step).round()
+    return result
 
 
 def _growth(replies: SummedReplies, name: str, sent: Mapping[str, Tensor], mechanism: Mechanism) -> float:

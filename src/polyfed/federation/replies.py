@@ -130,10 +130,10 @@ class Replies(Mapping[int, Any]):
 
     def numbers(self, name: str) -> dict[int, float]:
         """Return a 0-dimensional field of every reply as a Python number, by client."""
-        found: dict[int, float] = {}
+        result: dict[int, float] = {}
         for part in self.parts:
-            found.update(zip(part.clients, getattr(part.message, name).tolist(), strict=True))
-        return {client: found[client] for client in self}
+            result.update(zip(part.clients, getattr(part.message, name).tolist(), strict=True))
+        return {client: result[client] for client in self}
 
     def mean_number(self, name: str, weights: Mapping[int, float]) -> float:
         """Return the weighted mean of a 0-dimensional field, or 0 if all weights are 0."""

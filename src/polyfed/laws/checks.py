@@ -181,8 +181,8 @@ def snapshot_of(part: PartOfTraining) -> PartOfTraining:
     """Return a copy of the state of a training."""
     tensors: dict[str, Tensor] = {}
     skeleton = checkpoint.pack(part, tensors)
-    found: PartOfTraining = checkpoint.unpack(skeleton, {name: value.clone() for name, value in tensors.items()}, ())
-    return found
+    result: PartOfTraining = checkpoint.unpack(skeleton, {name: value.clone() for name, value in tensors.items()}, ())
+    return result
 
 
 class Mortal(Sequential):

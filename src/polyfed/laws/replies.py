@@ -95,24 +95,26 @@ def corruptions(said: Declared, *, received: bool, whole: bool = False) -> dict[
         received: whether a device receives it; else the server does.
         whole: whether a device must receive every block that it has. A reply may lack blocks.
     """
-    found = dict(CORRUPT)
+    result = dict(CORRUPT)
     if said.kind == "raw":  # the samples of some modalities are whole numbers
-        del found["int64"]
+        del result["int64"]
     if said.dtype == "sums":
-        del found["float64"]
+        del result["float64"]
     if said.masked:  # looks random, so it has no range
         for word in ("int64", *(("int32",) if said.kind != LONG else ())):
-            del found[word]
+            del result[word]
     if not received and said.rows is not None and said.shape in ((), ("label",)):
-        del found["another shape"]  # rows beyond their number are padding, which the server leaves out
+        del result["another shape"]  # rows beyond their number are padding, which the server leaves out
     if said.kind in OF_THE_MODEL and (whole or not said.partial):
-        found["a missing name"] = tree(lacking)
-        found["another missing name"] = tree(lambda v: {n: t for n, t in v.items() if not n.endswith("encoder.0.bias")})
+        result["a missing name"] = tree(lacking)
+        result["another missing name"] = tree(
+            lambda v: {n: t for n, t in v.items() if not n.endswith("encoder.0.bias")}
+        )
     if said.kind == "parameters" and not said.masked:
-        found["negative variances"] = tree(negative_variances)
+        result["negative variances"] = tree(negative_variances)
     if whole and not said.bare:
-        found |= {"a missing block": without_a_block, "no block": lambda value: {}}
-    return found | _out_of_range(said, received)
+        result |= {"a missing block": without_a_block, "no block": lambda value: {}}
+    return result | _out_of_range(said, received)
 
 
 def _out_of_range(said: Declared, received: bool) -> dict[str, Change]:
@@ -238,20 +240,20 @@ def run(made: Recipe, bend: Callable[[str, Message], Message], before: Sequence[
         bend: changes the replies.
         before: the first answers, up to the first that `bend` changes.
     """
-    found = Outcome()
+    result = Outcome()
 
     def listen(event: str, **facts: Any) -> None:
         if event == "client-missing" and facts["client"] != BAD:
-            found.others[facts["client"]] = f"{facts['task']}: {facts['reason']}"
+            result.others[facts["client"]] = f"{facts['task']}: {facts['reason']}"
         elif event == "client-missing":
-            found.reasons.setdefault(facts["task"], facts["reason"])
+            result.reasons.setdefault(facts["task"], facts["reason"])
 
     def seen(request: Request, send: Send, answer: Answer) -> Answer:
         return bent(answer, partial(bend, request.name))
 
     parts = assemble(made, emit=Emitter([listen]), engine=partial(Watched, seen, before))
     parts.algorithm.evaluate(through(parts, 2), parts.fed)
-    return found
+    return result
 
 
 def briefly(made: Recipe) -> Recipe:
@@ -296,14 +298,14 @@ class Bend:
 
 def bends(task: str, msg: Message) -> list[Bend]:
     """Return the changes of a reply that make it another."""
-    found = []
+    result = []
     for name, said in msg.declared.items():
         value = getattr(msg, name)
         if isinstance(value, Tensor) or value:
             refused = corruptions(said, received=False)
             changes = {how: change for how, change in (BENT | refused).items() if unlike(value, change(value))}
-            found += [Bend(task, name, how, change, how in refused) for how, change in changes.items()]
-    return found
+            result += [Bend(task, name, how, change, how in refused) for how, change in changes.items()]
+    return result
 
 
 def sorted_out(made: Recipe) -> tuple[list[Bend], list[Bend], list[Answered]]:
@@ -341,15 +343,15 @@ def fault(made: Recipe, bend: Bend, answers: Sequence[Answered]) -> str:
     """Return what the server does wrong in a run in which a field is changed, given the answers without the change."""
     first = next(place for place, answered in enumerate(answers) if answered.task == bend.task)
     try:
-        found = run(made, bend, answers[: first + 1])
+        result = run(made, bend, answers[: first + 1])
     except PolyfedError as error:
         return f"the run ends: {error!s:.150}" if bend.refused else ""
     except Exception as error:
         return f"{type(error).__name__}: {error!s:.90} at {place_of(error)}"
-    if found.others:
-        return f"others are lost: {found.others}"
-    if bend.refused and bend.name not in found.reasons.get(bend.task, ""):
-        return f"it is not refused by the name of the field, but: {found.reasons}"
+    if result.others:
+        return f"others are lost: {result.others}"
+    if bend.refused and bend.name not in result.reasons.get(bend.task, ""):
+        return f"it is not refused by the name of the field, but: {result.reasons}"
     return ""
 
 

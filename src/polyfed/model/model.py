@@ -308,9 +308,9 @@ class Model:
             features, batch, parts = self._completed(w, features, batch)
 
             def call(z: dict[str, Tensor]) -> dict[str, Tensor]:
-                found = self._fusion.views(parts, z, batch.present)
-                logits: Tensor = self._fusion.head(found["joint"])
-                return found | {"logits": logits}
+                result = self._fusion.views(parts, z, batch.present)
+                logits: Tensor = self._fusion.head(result["joint"])
+                return result | {"logits": logits}
 
             return self._over(call, features, batch)
 
@@ -419,12 +419,12 @@ class Model:
             return w
         self._slots.place(next(iter(w.values())).device)
         batch = self.zero_batch(1, own)
-        found = {}
+        result = {}
         with torch.no_grad(), self._using(w, batch):
             for m, z in self._features(batch).items():
                 part = self._parts[m]
-                found[self.zero_inputs[m]] = (z if part is None else part(z))[0].clone()
-        return w | found
+                result[self.zero_inputs[m]] = (z if part is None else part(z))[0].clone()
+        return w | result
 
     def _using(self, w: Mapping[str, Tensor], batch: Batch) -> AbstractContextManager[None]:
         self._rows.bound = w is not self._live

@@ -77,8 +77,8 @@ class PlainModule(nn.Module):
 
     def _tensor(self, path: str) -> Tensor:
         holder, _, key = path.rpartition(".")
-        found: Tensor = getattr(self.get_submodule(holder), key)
-        return found
+        result: Tensor = getattr(self.get_submodule(holder), key)
+        return result
 
     def forward(self, x: Mapping[str, Tensor], present: Mapping[str, Tensor] | None = None) -> Tensor:
         """Predictions (n, ...) as `predict` returns them: for classes, logits (n, C).

@@ -210,16 +210,16 @@ class ModelSpec:
         """Return the options that have no effect, each with the setting that makes it ineffective."""
         if self.module is not None:
             return dict.fromkeys(WITHOUT_MODULE, "module")
-        found = {}
+        result = {}
         if self.fusion != "attention":
-            found = dict.fromkeys(
+            result = dict.fromkeys(
                 ("attention_hidden", "attention_heads"), f"fusion = {self.classes().get('fusion', self.fusion)!r}"
             )
         if self.fusion != "controlled":
-            found |= dict.fromkeys(CONTROLS, f"fusion = {self.classes().get('fusion', self.fusion)!r}")
+            result |= dict.fromkeys(CONTROLS, f"fusion = {self.classes().get('fusion', self.fusion)!r}")
         if self.fusion in FUSIONS and not self.head:
-            found["dropout"] = "an empty head: dropout follows the hidden layers of the head"
-        return found
+            result["dropout"] = "an empty head: dropout follows the hidden layers of the head"
+        return result
 
     def classes(self) -> dict[str, str]:
         """Return the options that name the user's own class, as `package.module:Class`."""

@@ -125,14 +125,14 @@ def stand_ins(
         some = there if some is None else some | there
     if score is None or possible is None or some is None:
         return {}
-    found = {}
+    result = {}
     for m in wanted:
         mean, known = near[m]
         counts = possible & known & some.unsqueeze(-1)
         has = counts.any(-1)
         weights = torch.softmax(torch.where(counts | ~has.unsqueeze(-1), score, -torch.inf), -1)
-        found[m] = (torch.where(counts, weights, 0.0) @ mean, has)
-    return found
+        result[m] = (torch.where(counts, weights, 0.0) @ mean, has)
+    return result
 
 
 def placed(z: Tensor | None, there: Tensor | None, stand_in: Tensor, steps: tuple[int, ...]) -> Tensor:

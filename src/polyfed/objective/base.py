@@ -217,8 +217,8 @@ class Objective(ABC):
 
     def joint_shares(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return the `joint_shares` of the ranking metrics of some rows, (2,), or (0,) if there are no such metrics."""
-        found = self.ranked_rows(outputs, batch)
-        return torch.zeros(0, dtype=torch.float64) if found is None else joint_shares(*found)
+        result = self.ranked_rows(outputs, batch)
+        return torch.zeros(0, dtype=torch.float64) if result is None else joint_shares(*result)
 
     def estimates(self, sums: Tensor, shares: Sequence[float] = UNKNOWN, draws: int = DRAWS) -> dict[str, Estimate]:
         """Return the metrics of some rows with their intervals, given the `site_sums` of these rows.
@@ -322,9 +322,9 @@ class OfClasses(Objective):
         self, matrix: Tensor, metrics: Mapping[str, Callable[[Tensor], float | None]], draws: int
     ) -> dict[str, Estimate]:
         """Return metrics of a confusion matrix with their intervals: Wilson's for the accuracy, else the bootstrap."""
-        found = {"accuracy": wilson(float(matrix.diagonal().sum()), float(matrix.sum()))}
+        result = {"accuracy": wilson(float(matrix.diagonal().sum()), float(matrix.sum()))}
         drawings = {name: drawn(matrix, metric, draws) for name, metric in metrics.items()}
-        return found | {name: one for name, one in drawings.items() if one is not None}
+        return result | {name: one for name, one in drawings.items() if one is not None}
 
     @override
     def pooled(self, sums: Tensor) -> dict[str, float]:
@@ -338,8 +338,8 @@ class OfClasses(Objective):
     def answers(self, predicted: Tensor, names: Sequence[str] | None) -> dict[str, list[Any]]:
         chances = self.probabilities(predicted)
         called: Sequence[Any] = range(chances.shape[1]) if names is None else names
-        found: dict[str, list[Any]] = {"prediction": [called[place] for place in self.decided(predicted).tolist()]}
-        return found | {f"probability.{name}": chances[:, place].tolist() for place, name in enumerate(called)}
+        result: dict[str, list[Any]] = {"prediction": [called[place] for place in self.decided(predicted).tolist()]}
+        return result | {f"probability.{name}": chances[:, place].tolist() for place, name in enumerate(called)}
 
 
 def summed(values: Tensor, batch: Batch) -> Tensor:

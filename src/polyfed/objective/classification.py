@@ -120,12 +120,12 @@ class Classification(OfClasses):
     def exact_scores(self, outputs: Tensor, batch: Batch) -> list[float]:
         share = outputs.double().softmax(-1)
         classes = [1] if share.shape[1] == 2 else range(share.shape[1])
-        found = []
+        result = []
         for metric in (ranking.c_index, ranking.average_precision):
             each = [metric((batch.y == c).long(), share[:, c]) if bool((batch.y == c).any()) else None for c in classes]
             mean = ranking.mean_defined(each)
-            found.append(UNDEFINED if mean is None else mean)
-        return found
+            result.append(UNDEFINED if mean is None else mean)
+        return result
 
     @override
     def site_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
@@ -138,10 +138,10 @@ class Classification(OfClasses):
         matrix = matrices.confusion(outputs, batch.y, batch.ok, outputs.shape[-1]).double().flatten()
         bins = report.histograms(*self.ranked_rows(outputs, batch))
         moments = torch.stack([hits.double(), batch.sum(loss), batch.sum(loss.square())])
-        found = torch.cat([matrix, moments, bins.flatten()])
+        result = torch.cat([matrix, moments, bins.flatten()])
         # non-finite logits make the sums NaN, so that reply validation drops the reply as diverged
         broken = batch.sum((~outputs.isfinite()).any(-1).to(torch.float32)) > 0
-        return torch.where(broken, torch.nan, found)
+        return torch.where(broken, torch.nan, result)
 
     @override
     def ranked_rows(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
@@ -177,13 +177,13 @@ class Classification(OfClasses):
         rows = float(matrix.sum())
         if not rows:
             return {}
-        found = self.of_matrix(matrix, {"uar": matrices.uar, "macro_f1": matrices.macro_f1}, draws)
+        result = self.of_matrix(matrix, {"uar": matrices.uar, "macro_f1": matrices.macro_f1}, draws)
         if len(matrix) > matrices.TOP_K:
-            found["top5"] = report.wilson(float(hits), rows)
+            result["top5"] = report.wilson(float(hits), rows)
         mean = float(loss) / rows
         spread = max(float(squares) / rows - mean * mean, 0.0)
-        found["loss"] = report.around(mean, report.Z * (spread / rows) ** 0.5, low=0.0)
-        return found | report.ranked(bins, shares, draws)
+        result["loss"] = report.around(mean, report.Z * (spread / rows) ** 0.5, low=0.0)
+        return result | report.ranked(bins, shares, draws)
 
     @override
     def decided(self, predicted: Tensor) -> Tensor:

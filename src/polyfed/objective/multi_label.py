@@ -94,10 +94,10 @@ class MultiLabel(Objective):
         right = (((yes == y) | (known == 0)).all(-1)).to(y.dtype)
         some = (known.sum(-1) > 0).to(y.dtype)
         loss, weight = self.row_losses(outputs, batch)
-        found = torch.cat([counts, summed(torch.stack([some, some * right, loss, weight], 1), batch)])
+        result = torch.cat([counts, summed(torch.stack([some, some * right, loss, weight], 1), batch)])
         # non-finite logits make the sums NaN, so that reply validation drops the reply as diverged
         broken = batch.sum((~outputs.isfinite()).any(-1).to(torch.float32)) > 0
-        return torch.where(broken, torch.nan, found)
+        return torch.where(broken, torch.nan, result)
 
     @override
     def measured(self, sums: Tensor) -> dict[str, float]:
@@ -161,15 +161,15 @@ class MultiLabel(Objective):
 
     @override
     def exact_scores(self, outputs: Tensor, batch: Batch) -> list[float]:
-        found = []
+        result = []
         for metric in (ranking.c_index, ranking.average_precision):
             each = []
             for label in range(outputs.shape[1]):
                 known = ~batch.y[:, label].isnan()
                 each.append(metric(batch.y[known, label], outputs[known, label]))
             mean = ranking.mean_defined(each)
-            found.append(UNDEFINED if mean is None else mean)
-        return found
+            result.append(UNDEFINED if mean is None else mean)
+        return result
 
     @override
     def visible(self, y: Tensor, least: int) -> tuple[Tensor, Tensor]:
@@ -213,7 +213,7 @@ class MultiLabel(Objective):
         values = self.measured(own)
         if not values:
             return {}
-        found = {name: report.Estimate(value) for name, value in values.items()}
+        result = {name: report.Estimate(value) for name, value in values.items()}
         counts = own[:-REST].view(COUNTS, -1).T
         single_shares = [
             report.wilson(float(tp + tn), float(tp + fp + fn + tn))
@@ -221,17 +221,17 @@ class MultiLabel(Objective):
             if known(tp, fp, fn, tn)
         ]
         rows, right = own[-REST : -REST + 2].tolist()
-        found["exact_match"] = report.wilson(right, rows)
+        result["exact_match"] = report.wilson(right, rows)
         single = report.mean_of(single_shares)
         assert single is not None, "a label is known"
-        found["accuracy"] = report.around(
+        result["accuracy"] = report.around(
             values["accuracy"],
             max(single.value - (single.low or 0.0), (single.high or 0.0) - single.value),
             0.0,
             0.0,
             1.0,
         )
-        return found | report.ranked(bins, shares, draws)
+        return result | report.ranked(bins, shares, draws)
 
     @override
     def group_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
@@ -277,8 +277,8 @@ def _ranked(bins: Tensor) -> dict[str, float]:
     """Return three values from histograms (2, T, BINS): AUROC, its largest possible error, and average precision."""
     areas = [ranking.auroc_of(*pair) for pair in bins.unbind(1)]
     known = [area for area in areas if area is not None]
-    found = {}
+    result = {}
     if known:
-        found = {"auroc": sum(a for a, _ in known) / len(known), "auroc_error": sum(e for _, e in known) / len(known)}
+        result = {"auroc": sum(a for a, _ in known) / len(known), "auroc_error": sum(e for _, e in known) / len(known)}
     precision = ranking.mean_defined([ranking.precision_of(*pair) for pair in bins.unbind(1)])
-    return found | ({} if precision is None else {"average_precision": precision})
+    return result | ({} if precision is None else {"average_precision": precision})

@@ -91,11 +91,11 @@ class Ordinal(OfClasses):
         matrix, (loss, weight) = self.confusion(sums).cpu(), sums[-2:].tolist()
         if not bool(matrix.sum() > 0):
             return {}
-        found = {"mae": matrices.level_error(matrix), "accuracy": matrices.accuracy(matrix)}
-        found |= {"uar": matrices.uar(matrix), "macro_f1": matrices.macro_f1(matrix)}
+        result = {"mae": matrices.level_error(matrix), "accuracy": matrices.accuracy(matrix)}
+        result |= {"uar": matrices.uar(matrix), "macro_f1": matrices.macro_f1(matrix)}
         kappa = matrices.weighted_kappa(matrix)
-        found |= {} if kappa is None else {"weighted_kappa": kappa}
-        return found | ({"loss": loss / weight} if weight > 0 else {})
+        result |= {} if kappa is None else {"weighted_kappa": kappa}
+        return result | ({"loss": loss / weight} if weight > 0 else {})
 
     @override
     def confusion(self, sums: Tensor) -> Tensor:
@@ -157,10 +157,10 @@ class Ordinal(OfClasses):
         if not bool(matrix.sum() > 0):
             return {}
         metrics = {"mae": matrices.level_error, "uar": matrices.uar, "macro_f1": matrices.macro_f1}
-        found = self.of_matrix(matrix, metrics | {"weighted_kappa": matrices.weighted_kappa}, draws)
+        result = self.of_matrix(matrix, metrics | {"weighted_kappa": matrices.weighted_kappa}, draws)
         loss, weight = own[-2:].tolist()
-        found |= {"loss": report.Estimate(loss / weight)} if weight > 0 else {}
-        return found | report.ranked(bins, shares, draws)
+        result |= {"loss": report.Estimate(loss / weight)} if weight > 0 else {}
+        return result | report.ranked(bins, shares, draws)
 
     @override
     def decided(self, predicted: Tensor) -> Tensor:

@@ -73,8 +73,8 @@ def pair_sums(truth: Tensor, score: Tensor) -> Tensor:
 def _alike(values: Tensor) -> Tensor:
     """Return for each entry how many entries are equal to it, itself included."""
     _, place, counts = torch.unique(values, return_inverse=True, return_counts=True)
-    found: Tensor = counts[place]
-    return found
+    result: Tensor = counts[place]
+    return result
 
 
 def _below_before(y: Tensor, s: Tensor) -> Tensor:
@@ -114,10 +114,10 @@ def average_precision(truth: Tensor, score: Tensor) -> float | None:
 
 def precision_of(positive: Tensor, negative: Tensor) -> float | None:
     """Return the average precision from the numbers of positive and negative rows in bins of ascending score."""
-    found = positive.flip(0).cumsum(0)
+    result = positive.flip(0).cumsum(0)
     rows = (positive + negative).flip(0).cumsum(0)
     total = float(positive.sum())
-    return float((positive.flip(0) * found / rows.clamp(min=1.0)).sum()) / total if total > 0 else None
+    return float((positive.flip(0) * result / rows.clamp(min=1.0)).sum()) / total if total > 0 else None
 
 
 def auroc_of(positive: Tensor, negative: Tensor) -> tuple[float, float] | None:

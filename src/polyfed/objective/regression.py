@@ -130,10 +130,10 @@ class Regression(Objective):
         parts = [torch.ones_like(y), y, p, y * y, p * p, y * p, gap.abs(), gap * gap]
         # a product with the mask, so that non-finite outputs make the sums NaN, and validation drops the reply
         moments = summed(torch.stack(parts, 1) * known.unsqueeze(1), batch).flatten()
-        found = [moments, summed(torch.stack(self.row_losses(outputs, batch), 1), batch)]
+        result = [moments, summed(torch.stack(self.row_losses(outputs, batch), 1), batch)]
         if self.report == "sentiment":
-            found.append(summed(sentiment.counts(p[:, 0], y[:, 0]) * known, batch))
-        return torch.cat(found)
+            result.append(summed(sentiment.counts(p[:, 0], y[:, 0]) * known, batch))
+        return torch.cat(result)
 
     @override
     def measured(self, sums: Tensor) -> dict[str, float]:
@@ -144,10 +144,10 @@ class Regression(Objective):
         each = [moment_scores(*column) for column in values[: MOMENTS * targets].view(MOMENTS, targets).T.tolist()]
         names = {name: None for one in each for name in one}
         means = {name: ranking.mean_defined([one.get(name) for one in each]) for name in names}
-        found = {name: mean for name, mean in means.items() if mean is not None}
+        result = {name: mean for name, mean in means.items() if mean is not None}
         if weight > 0:
-            found["loss"] = loss / weight
-        return found | (sentiment.measured(values[len(values) - extra :]) if extra and found else {})
+            result["loss"] = loss / weight
+        return result | (sentiment.measured(values[len(values) - extra :]) if extra and result else {})
 
     @override
     def row_scores(self, outputs: Tensor, batch: Batch) -> Tensor:
@@ -228,19 +228,19 @@ class Regression(Objective):
         values = self.measured(own)
         moments = own[: MOMENTS * len(fourth)].view(MOMENTS, -1).T.tolist()
         each = [_intervals(moment, float(power)) for moment, power in zip(moments, fourth, strict=True)]
-        found = {name: Estimate(value) for name, value in values.items()}
+        result = {name: Estimate(value) for name, value in values.items()}
         for name in ("mae", "rmse", "pearson", "r2"):
             known = [one[name] for one in each if name in one]
-            if name in found and (mean := mean_of(known)) is not None:
-                found[name] = mean
+            if name in result and (mean := mean_of(known)) is not None:
+                result[name] = mean
         of_targets = [
             around(right / of, Z * math.sqrt(spread) / of, low=0.0, high=1.0)
             for right, of, spread in pairs.T.tolist()
             if of
         ]
         if (mean := mean_of(of_targets)) is not None:
-            found["c_index_within_sites"] = mean
-        return found
+            result["c_index_within_sites"] = mean
+        return result
 
     @property
     @override
@@ -308,13 +308,13 @@ def moment_scores(
     """
     if n <= 0:
         return {}
-    found = {"mae": gap / n, "rmse": (square / n) ** 0.5}
+    result = {"mae": gap / n, "rmse": (square / n) ** 0.5}
     cov, var_y, var_p = yp / n - y * p / n**2, yy / n - (y / n) ** 2, pp / n - (p / n) ** 2
     floor_y, floor_p = 1e-12 * yy / n, 1e-12 * pp / n  # below these values, a variance is only rounding error
     if var_y > floor_y and var_p > floor_p:
-        found["pearson"] = cov / (var_y * var_p) ** 0.5
+        result["pearson"] = cov / (var_y * var_p) ** 0.5
     if var_y > floor_y or var_p > floor_p:
-        found["concordance"] = 2 * cov / (var_y + var_p + (y / n - p / n) ** 2)
+        result["concordance"] = 2 * cov / (var_y + var_p + (y / n - p / n) ** 2)
     if var_y > floor_y:
-        found["r2"] = 1.0 - square / n / var_y
-    return found
+        result["r2"] = 1.0 - square / n / var_y
+    return result

@@ -72,8 +72,8 @@ class Estimate:
 
     def facts(self) -> dict[str, Any]:
         """Return the estimate as an object of result.json."""
-        found = {"value": self.value, "low": self.low, "high": self.high}
-        return found | ({"error": self.error} if self.error else {})
+        result = {"value": self.value, "low": self.low, "high": self.high}
+        return result | ({"error": self.error} if self.error else {})
 
 
 def around(value: float, half: float, error: float = 0.0, low: float = -math.inf, high: float = math.inf) -> Estimate:
@@ -157,8 +157,8 @@ def of_moments(numbers: Sequence[float], *, share: bool, clusters: bool, metric:
     if not share:
         return around(value, quantile * math.sqrt(spread)).within(metric)
     independent = value * (1 - value) / spread if spread > 1e-15 and 0 < value < 1 else units
-    found = wilson(value * independent, independent, quantile)
-    return Estimate(value, found.low, found.high)
+    result = wilson(value * independent, independent, quantile)
+    return Estimate(value, result.low, result.high)
 
 
 def drawn(cells: Tensor, metric: Callable[[Tensor], float | None], draws: int = DRAWS) -> Estimate | None:
@@ -200,10 +200,10 @@ def _places(scores: Tensor) -> Tensor:
 
 def _binned(places: Tensor, weights: Tensor) -> Tensor:
     """Return the sums of the weights (2, B, K) in each bin, float64 (2, K, BINS)."""
-    found = torch.zeros(2, places.shape[1], BINS, dtype=torch.float64, device=places.device)
+    result = torch.zeros(2, places.shape[1], BINS, dtype=torch.float64, device=places.device)
     for side, weight in enumerate(weights):
-        found[side].scatter_add_(1, places.T, weight.T)
-    return found
+        result[side].scatter_add_(1, places.T, weight.T)
+    return result
 
 
 SHARE_DRAWS, SHARE_ROWS = 200, 20_000
@@ -279,8 +279,8 @@ def raised(bins: Tensor, least: int) -> Tensor:
     A bin is split in two only if each half has `least` rows or none. The rows of a joined bin count at its upper end,
     so that no score becomes smaller. A histogram of fewer rows becomes empty.
     """
-    found = torch.zeros_like(bins)
-    for own, into in zip(bins.reshape(-1, bins.shape[-1]), found.view(-1, bins.shape[-1]), strict=True):
+    result = torch.zeros_like(bins)
+    for own, into in zip(bins.reshape(-1, bins.shape[-1]), result.view(-1, bins.shape[-1]), strict=True):
         last = len(own) - 1
         parts = [(0, 1 << last.bit_length())] if int(own.sum()) >= least else []
         while parts:
@@ -291,15 +291,15 @@ def raised(bins: Tensor, least: int) -> Tensor:
                 parts += [(low, middle)] * (halves[0] > 0) + [(middle, high)] * (halves[1] > 0)
             else:
                 into[min(high - 1, last)] += sum(halves)
-    return found
+    return result
 
 
 def at_levels(bins: Tensor, levels: Tensor) -> Tensor:
     """Return histograms (2, K, BINS) with the bins of each label joined up to its level; see `coarsened`."""
-    found = torch.zeros_like(bins)
+    result = torch.zeros_like(bins)
     for label, level in enumerate(levels.tolist()):
-        found[:, label, :: 1 << level] = bins[:, label].view(2, -1, 1 << level).sum(-1)
-    return found
+        result[:, label, :: 1 << level] = bins[:, label].view(2, -1, 1 << level).sum(-1)
+    return result
 
 
 def log_odds(logits: Tensor) -> Tensor:
@@ -345,17 +345,17 @@ def average_precision(positive: Tensor, negative: Tensor, draws: int = DRAWS) ->
         count = float(pos.sum())
         return float((pos * hits / rows.clamp(min=1.0)).sum()) / count if count else None
 
-    found = drawn(torch.stack([p, n]), value_of, draws)
-    assert found is not None, "there are positive rows"
+    result = drawn(torch.stack([p, n]), value_of, draws)
+    assert result is not None, "there are positive rows"
     hits, misses = p.cumsum(0), n.cumsum(0)
     highest = float((p * hits / (hits + misses - n).clamp(min=1.0)).sum()) / total
     first, behind = (hits - p).numpy(), misses.numpy()
     lowest = float((p.numpy() - behind * (digamma(first + p.numpy() + behind + 1) - digamma(first + behind + 1))).sum())
-    error = max(highest - found.value, found.value - lowest / total, 0.0)
-    if found.low is None or found.high is None:
-        return Estimate(found.value, error=error)
-    low, high = max(found.low - error, 0.0), min(found.high + error, 1.0)
-    return Estimate(found.value, low, high, error)
+    error = max(highest - result.value, result.value - lowest / total, 0.0)
+    if result.low is None or result.high is None:
+        return Estimate(result.value, error=error)
+    low, high = max(result.low - error, 0.0), min(result.high + error, 1.0)
+    return Estimate(result.value, low, high, error)
 
 
 def ranked(bins: Tensor, shares: Sequence[float], draws: int = DRAWS) -> dict[str, Estimate]:
@@ -366,13 +366,13 @@ def ranked(bins: Tensor, shares: Sequence[float], draws: int = DRAWS) -> dict[st
         shares: for both metrics, how much less the mean varies than the single ones (`joint_shares`).
         draws: the number of bootstrap samples.
     """
-    found = {}
+    result = {}
     metrics: tuple[Callable[..., Estimate | None], ...] = (auroc, partial(average_precision, draws=draws))
     for name, share, metric in zip(NAMES, shares, metrics, strict=True):
         each = [one for pair in bins.unbind(1) if (one := metric(*pair)) is not None]
         if (mean := mean_of(each, share)) is not None:
-            found[name] = mean
-    return found
+            result[name] = mean
+    return result
 
 
 NAMES = ("auroc", "average_precision")
@@ -406,10 +406,10 @@ def by_client(value: float, without: Sequence[float], *, share: bool, metric: st
         least, most = bounds_of(metric)
         return max(value - quantile * math.sqrt(spread), least), min(value + quantile * math.sqrt(spread), most)
     independent = value * (1 - value) / spread if spread > 1e-15 and 0 < value < 1 else float(len(known))
-    found = wilson(value * independent, independent, quantile)
-    assert found.low is not None
-    assert found.high is not None
-    return found.low, found.high
+    result = wilson(value * independent, independent, quantile)
+    assert result.low is not None
+    assert result.high is not None
+    return result.low, result.high
 
 
 def shown_groups(sizes: Tensor, least: int, among: Tensor | None = None) -> Tensor:
@@ -444,14 +444,14 @@ def shown_columns(codes: Mapping[str, Tensor], y: Tensor, least: int) -> dict[st
     """
     targets = [y] if y.dim() == 1 else y.unbind(1)
     apart = [torch.where(t.isnan(), 2, t == 1).long() if y.is_floating_point() else t for t in targets]
-    found = {}
+    result = {}
     for name, own in codes.items():
         shown = shown_groups(torch.bincount(own), least)
         while (code := _telling(own, shown, apart, least)) is not None:
             shown[code] = False
-        found[name] = shown
+        result[name] = shown
         apart.append(_cells(own, shown))
-    return found
+    return result
 
 
 def shown_targets(codes: Tensor, shown: Tensor, y: Tensor, least: int) -> Tensor:

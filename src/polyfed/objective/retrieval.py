@@ -85,14 +85,14 @@ class Retrieval(Objective):
     def outputs(self, model: Model, w: Tree, batch: Batch, features: Mapping[str, Tensor] | None = None) -> Tensor:
         """Return embeddings (B, M, D) of length 1, in the order of the model's modalities; 0 for missing modalities."""
         z = model.features(w, batch) if features is None else features
-        found: dict[str, Tensor] = {}
+        result: dict[str, Tensor] = {}
         for m in model.modalities:
             if m in z:
                 unit = F.normalize(model.unimodal_logits(w, z, m, batch, "zero"), dim=-1)
                 there = batch.present.get(m)
-                found[m] = unit if there is None else torch.where(there.unsqueeze(-1), unit, torch.zeros_like(unit))
-        some = next(iter(found.values()))
-        return torch.stack([found.get(m, torch.zeros_like(some)) for m in model.modalities], 1)
+                result[m] = unit if there is None else torch.where(there.unsqueeze(-1), unit, torch.zeros_like(unit))
+        some = next(iter(result.values()))
+        return torch.stack([result.get(m, torch.zeros_like(some)) for m in model.modalities], 1)
 
     @property
     @override
@@ -117,10 +117,10 @@ class Retrieval(Objective):
 
     @override
     def sums(self, outputs: Tensor, batch: Batch, *, brief: bool = False) -> Tensor:
-        found = self._of_rows(outputs, batch).sum(0)[: 1 + len(SHARES)]
+        result = self._of_rows(outputs, batch).sum(0)[: 1 + len(SHARES)]
         losses = torch.stack([part.sum() for part in self.row_losses(outputs, batch)]).to(torch.float64)
         broken = batch.sum((~outputs.isfinite()).flatten(1).any(-1).to(torch.float32)) > 0
-        return torch.where(broken, torch.nan, torch.cat([found, losses]))
+        return torch.where(broken, torch.nan, torch.cat([result, losses]))
 
     def _of_rows(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return what each row adds to the sums, float64 (B, ROW).
@@ -128,7 +128,7 @@ class Retrieval(Objective):
         The last two numbers are the rows that are less similar to a query than its partner (equal ones count half), and
         all rows but the partner, over the row's queries. Their ratio is the AUROC of the partner against the others.
         """
-        found = torch.zeros(len(outputs), ROW, dtype=torch.float64, device=outputs.device)
+        result = torch.zeros(len(outputs), ROW, dtype=torch.float64, device=outputs.device)
         for query, other, both in _pairs(outputs, batch):
             scores = query @ other.mT
             own = scores.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
@@ -140,15 +140,15 @@ class Retrieval(Objective):
             others = (both.sum() - 1).to(torch.float64).expand(len(rank))
             farther = others - 0.5 * (above + better - 1).to(torch.float64)
             entries = [torch.ones_like(hits[0]), *hits, 1.0 / rank.to(torch.float64), farther, others]
-            found = found + torch.stack(entries, 1) * both.unsqueeze(-1)
-        return found
+            result = result + torch.stack(entries, 1) * both.unsqueeze(-1)
+        return result
 
     @override
     def row_metrics(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
         queries, *values, farther, others = self._of_rows(outputs, batch).unbind(1)
         pairs = {name: (value, queries) for name, value in zip(SHARES, values, strict=True)}
-        found = pairs | {WITHIN: (farther, others), "loss": self.row_losses(outputs, batch)}
-        return {name: torch.stack(pair, 1).double().unsqueeze(-1) for name, pair in found.items()}
+        result = pairs | {WITHIN: (farther, others), "loss": self.row_losses(outputs, batch)}
+        return {name: torch.stack(pair, 1).double().unsqueeze(-1) for name, pair in result.items()}
 
     @override
     def site_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
@@ -173,22 +173,22 @@ class Retrieval(Objective):
         """
         told = sums[1 + len(RANKS) + REST :].cpu()
         products = told[1 + ROW :].view(ROW, ROW)
-        found = {name: Estimate(value) for name, value in self.measured(sums[: 1 + len(RANKS) + REST]).items()}
+        result = {name: Estimate(value) for name, value in self.measured(sums[: 1 + len(RANKS) + REST]).items()}
         places = {name: (1 + place, 0) for place, name in enumerate(SHARES)} | {WITHIN: (ROW - 2, ROW - 1)}
         for name, pair in places.items():
             two = torch.tensor(pair)
             numbers = [float(told[0]), *told[1 + two].tolist(), *products[two][:, two].flatten().tolist()]
             if (one := of_moments(numbers, share=True, clusters=False)) is not None:
-                found[name] = one
-        return found
+                result[name] = one
+        return result
 
     @override
     def measured(self, sums: Tensor) -> dict[str, float]:
         queries, *hits, reciprocal, loss, weight = sums.tolist()
         if not queries:
             return {}
-        found = {f"recall{k}": hit / queries for k, hit in zip(RANKS, hits, strict=True)}
-        return found | {"mrr": reciprocal / queries, "loss": loss / weight}
+        result = {f"recall{k}": hit / queries for k, hit in zip(RANKS, hits, strict=True)}
+        return result | {"mrr": reciprocal / queries, "loss": loss / weight}
 
     @override
     def row_scores(self, outputs: Tensor, batch: Batch) -> Tensor:

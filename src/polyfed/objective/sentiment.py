@@ -42,5 +42,5 @@ def measured(sums: Tensor) -> dict[str, float]:
     If the true score of every row is 0, the result has no Acc-2 and no F1.
     """
     acc7, acc2, with_zero = sums[:49].view(7, 7), sums[49:53].view(2, 2), sums[53:].view(2, 2)
-    found = {"acc7": accuracy(acc7), "acc2_with_zero": accuracy(with_zero)}
-    return found | ({"acc2": accuracy(acc2), "f1": weighted_f1(acc2)} if bool(acc2.sum() > 0) else {})
+    result = {"acc7": accuracy(acc7), "acc2_with_zero": accuracy(with_zero)}
+    return result | ({"acc2": accuracy(acc2), "f1": weighted_f1(acc2)} if bool(acc2.sum() > 0) else {})

@@ -74,11 +74,11 @@ def units_of(label: Tensor, rows: Tensor) -> tuple[Units, Units] | None:
         One number each for one target, and T numbers for T targets.
     """
     targets = as_matrix(label)[rows.to(label.device)].double()
-    found = [_far(target) for target in targets.unbind(1)]
-    if all(units is None for units in found):
+    result = [_far(target) for target in targets.unbind(1)]
+    if all(units is None for units in result):
         return None
-    shifts, scales = zip(*(units or (0.0, 1.0) for units in found), strict=True)
-    return (shifts, scales) if len(found) > 1 else (shifts[0], scales[0])
+    shifts, scales = zip(*(units or (0.0, 1.0) for units in result), strict=True)
+    return (shifts, scales) if len(result) > 1 else (shifts[0], scales[0])
 
 
 def _far(target: Tensor) -> tuple[float, float] | None:

@@ -155,5 +155,5 @@ def combined(shares: Sequence[tuple[int, bytes]]) -> bytes:
     """
     from Crypto.Protocol.SecretSharing import Shamir
 
-    found: bytes = Shamir.combine([(place + 1, share) for place, share in shares], ssss=False)
-    return found
+    result: bytes = Shamir.combine([(place + 1, share) for place, share in shares], ssss=False)
+    return result

@@ -283,8 +283,8 @@ def options_text(entries: Sequence[Candidate]) -> str:
     if not method.planned:
         return reason_of(method)
     refused = [entry.name.partition(" ")[2] for entry in options if not entry.planned]
-    told = reason_of(method)  # why it cannot be compared
-    return "; ".join([told] * bool(told) + ([f"not with {', '.join(refused)}"] if refused else []))
+    result = reason_of(method)  # why it cannot be compared
+    return "; ".join([result] * bool(result) + ([f"not with {', '.join(refused)}"] if refused else []))
 
 
 def _options(cls: type[Algorithm], own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -116,11 +116,10 @@ class Conclusion:
     def _choice(self) -> str:
         words = f" with {keys_text(self.choice.chosen)}" if self.choice.chosen else ""
         if not self.choice.scores:
-            found = self.choice.validation
-            told = "" if found is None else f"; on validation rows it had {self._number(found)}"
-            return (
-                f"Take {self.choice.name}{words} for now: the time was too short for runs on the reported seeds{told}."
-            )
+            score = self.choice.validation
+            known = "" if score is None else f"; on validation rows it had {self._number(score)}"
+            hasty = "for now: the time was too short for runs on the reported seeds"
+            return f"Take {self.choice.name}{words} {hasty}{known}."
         mean, spread = mean_and_spread(list(self.choice.scores.values()))
         n = len(self.choice.scores)
         around = f" ± {self._number(spread)}" if n > 1 else ""
@@ -287,16 +286,16 @@ def concluded(
     tests = [paired(gaps) for _, gaps in pairs]
     corrected = holm([test.p for test in tests])
     wanted = WANTED if metric.share else WANTED * abs(choice.mean)
-    found = []
+    result = []
     for (arm, gaps), test, p in zip(pairs, tests, corrected, strict=True):
         needed = seeds_to_show(gaps, wanted) if wanted else None
-        found.append(Rival(arm.name, arm.role, test, p, None if needed is None else needed - len(gaps)))
-    found.sort(key=lambda rival: (-rival.test.n, abs(rival.test.mean), rival.name))
+        result.append(Rival(arm.name, arm.role, test, p, None if needed is None else needed - len(gaps)))
+    result.sort(key=lambda rival: (-rival.test.n, abs(rival.test.mean), rival.name))
     roles = {arm.role: arm for arm in arms}
     return Conclusion(
         choice,
         metric,
-        tuple(found),
+        tuple(result),
         tuple(_gains(subsets, lowest=metric.lowest)),
         roles.get("floor"),
         roles.get("ceiling"),

@@ -37,7 +37,7 @@ def linear_scores(planner: Planner, metric: Metric, seeds: Iterable[int]) -> dic
     Returns:
         Seed -> score. Empty if clients have test rows of their own, for other tasks, and for large data.
     """
-    found: dict[int, float] = {}
+    result: dict[int, float] = {}
     group, _, name = metric.name.partition(".")
     started = time.monotonic()
     for seed in seeds:
@@ -50,8 +50,8 @@ def linear_scores(planner: Planner, metric: Metric, seeds: Iterable[int]) -> dic
             score = _score(recipe, population_of(recipe, planner.columns), name)
         if score is None:
             break
-        found[seed] = score
-    return found
+        result[seed] = score
+    return result
 
 
 def _score(recipe: Recipe, population: Population, name: str) -> float | None:

@@ -421,7 +421,7 @@ class Pilot:
     def _measured(self) -> dict[str, Any]:
         """Run the probes and return what each costs, or why it is unknown."""
         must = [arm for arm in self.arms.values() if arm.rank < 2]
-        found, whole = dict[str, Any](), True
+        result, whole = dict[str, Any](), True
         for arms in (must, [arm for arm in self.arms.values() if arm not in must]):
             self.board = None
             try:
@@ -433,12 +433,12 @@ class Pilot:
             for arm in arms:
                 entry = entries.get(arm.name)
                 ended = entry is not None and entry.ended
-                found[arm.name] = _cost(entry, PROBED) if entry is not None and ended else {"why": LATE}
+                result[arm.name] = _cost(entry, PROBED) if entry is not None and ended else {"why": LATE}
             self.until = PROBE_SHARE * 60 * self.journal.minutes
         self.until = math.inf
         if whole:  # else more minutes may suffice for the rest
-            self.journal.decided("probe", lambda: found)
-        return found
+            self.journal.decided("probe", lambda: result)
+        return result
 
     def _too_expensive(self, arm: Arm) -> str:
         """Return why a run of a method exceeds the budget, or ""."""

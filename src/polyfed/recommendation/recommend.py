@@ -63,9 +63,9 @@ class Recommendation:
 
     def facts(self) -> dict[str, Any]:
         """Return the content of `recommendation.json`."""
-        found = {} if self.conclusion is None else self.conclusion.facts()
+        result = {} if self.conclusion is None else self.conclusion.facts()
         return {
-            **found,
+            **result,
             "recipe": None if self.conclusion is None else str(self.folder / RECIPE),
             "page": str(self.folder / PAGE),
             "methods": self.table(),
@@ -77,10 +77,10 @@ class Recommendation:
 
     def by_method(self) -> dict[str, list[Candidate]]:
         """Return the candidates of each method: the method itself, then those with a changed option."""
-        found: dict[str, list[Candidate]] = {}
+        result: dict[str, list[Candidate]] = {}
         for candidate in self.candidates:
-            found.setdefault(candidate.method, []).append(candidate)
-        return found
+            result.setdefault(candidate.method, []).append(candidate)
+        return result
 
     def table(self) -> list[dict[str, Any]]:
         """Return a row for each method of the pilot, the best first."""
@@ -160,14 +160,14 @@ def recommend(
         candidates = tuple(planner.judge(entry) for entry in planner.all() if entry.method in wanted)
         if not any(c.planned for c in candidates if c.method not in REFERENCES):
             raise EgressError(_all_refused(candidates))
-        found = Recommendation(candidates, None, (), folder)
+        result = Recommendation(candidates, None, (), folder)
         if minutes:
             pilot = Pilot(folder, planner.table, planner.metrics, journal, jobs or machine.cores(), listeners, say=say)
             pilot.named, pilot.limits = frozenset(methods), {"bytes": max_bytes, "seconds": max_seconds}
-            found = _carried_out(pilot, planner, candidates)
-        _write(found, planner)
+            result = _carried_out(pilot, planner, candidates)
+        _write(result, planner)
         journal.write()
-    return found
+    return result
 
 
 def _carried_out(pilot: Pilot, planner: Planner, candidates: tuple[Candidate, ...]) -> Recommendation:
@@ -304,21 +304,21 @@ def _arms(planner: Planner, candidates: Sequence[Candidate]) -> dict[str, Arm]:
 
     The space of a search lacks values that a policy refuses.
     """
-    found: dict[str, Arm] = {}
+    result: dict[str, Arm] = {}
     for candidate in candidates:
         if candidate.method in REFERENCES or not candidate.planned or candidate.unmeasured:
             continue
-        if candidate.method not in found:
-            found[candidate.method] = Arm(candidate.method, "candidate", _searchable(candidate.changes))
+        if candidate.method not in result:
+            result[candidate.method] = Arm(candidate.method, "candidate", _searchable(candidate.changes))
     for name, role in REFERENCES.items():
         changes = reference_changes(name, planner.columns.modalities, planner.metrics)
         own = _without_policy(planner) if name == "centralized" else planner
         judged = own.judge(Candidate(name, name, changes))
         if judged.planned and not judged.unmeasured:
-            found[name] = Arm(name, role, changes)
-    for arm in found.values():
+            result[name] = Arm(name, role, changes)
+    for arm in result.values():
         arm.space = _space(planner if arm.name != "centralized" else _without_policy(planner), arm)
-    return found
+    return result
 
 
 def _without_policy(planner: Planner) -> Planner:
@@ -337,7 +337,7 @@ def _searchable(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 def _space(planner: Planner, arm: Arm) -> dict[str, list[Any]]:
     """Return the keys that the search of a method varies. Choices that a policy refuses are left out."""
-    found = {}
+    result = {}
     for key, values in default_space(arm.name, arm.changes).items():
         section, _, name = key.partition(".")
         if section == "algorithm" and isinstance(values[0], str | bool):
@@ -345,8 +345,8 @@ def _space(planner: Planner, arm: Arm) -> dict[str, list[Any]]:
             tries = (Candidate(name, arm.name, {**arm.changes, "algorithm": {**own, name: v}}) for v in values)
             values = [v for v, tried in zip(values, tries, strict=True) if planner.judge(tried).planned]
         if len(values) > 1:
-            found[key] = values
-    return found
+            result[key] = values
+    return result
 
 
 def _placebo_of(planner: Planner, arm: Arm) -> dict[str, Any] | None:
@@ -361,24 +361,24 @@ def _placebo_of(planner: Planner, arm: Arm) -> dict[str, Any] | None:
 
 def _sections(arm: Arm) -> dict[str, Any]:
     """Return the sections of a method with the chosen values that belong to them."""
-    found = deepcopy(arm.changes)
+    result = deepcopy(arm.changes)
     for key, value in arm.chosen.items():
-        if key.partition(".")[0] in found:
-            put(found, key, value)
-    return found
+        if key.partition(".")[0] in result:
+            put(result, key, value)
+    return result
 
 
 def _not_tried(pilot: Pilot, candidates: Sequence[Candidate]) -> dict[str, str]:
     """Return name -> why, for each method that has no score: those that a policy refuses come first."""
     tried = {arm.name for arm in pilot.arms.values() if arm.scores}
-    found: dict[str, tuple[int, str]] = {}
+    result: dict[str, tuple[int, str]] = {}
     for candidate in candidates:
         if candidate.method in tried or candidate.option or candidate.method in REFERENCES:
             continue
         arm = pilot.arms.get(candidate.method)
         why = arm.dropped if arm is not None and arm.dropped else reason_of(candidate) or "the time ended before"
-        found[candidate.method] = (-candidate.code if arm is None else 1, why)
-    return {name: why for name, (_, why) in sorted(found.items(), key=lambda entry: entry[1][0])}
+        result[candidate.method] = (-candidate.code if arm is None else 1, why)
+    return {name: why for name, (_, why) in sorted(result.items(), key=lambda entry: entry[1][0])}
 
 
 def _write(found: Recommendation, planner: Planner) -> None:

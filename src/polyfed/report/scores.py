@@ -81,8 +81,8 @@ def subsets_in(metrics: Iterable[str], group: str = "global.") -> list[str]:
         metrics: the names of metrics.
         group: the beginning of the names, before `subset.`.
     """
-    found = [name.removeprefix(group + SUBSET) for name in metrics if name.startswith(group + SUBSET)]
-    return sorted(dict.fromkeys(found), key=lambda name: name.count("+"))
+    result = [name.removeprefix(group + SUBSET) for name in metrics if name.startswith(group + SUBSET)]
+    return sorted(dict.fromkeys(result), key=lambda name: name.count("+"))
 
 
 def subset_title(name: str) -> str:
@@ -125,14 +125,14 @@ def interval_of(known: Mapping[str, Any] | None, unit: str, sign: str = "") -> s
     """
     if not known:
         return ""
-    found = []
+    result = []
     if (low := known.get("low")) is not None:
         ends = low, known.get("high", low)
-        found.append(" to ".join((sign if end > 0 else "") + number_of(end, unit) for end in ends))
+        result.append(" to ".join((sign if end > 0 else "") + number_of(end, unit) for end in ends))
     rows, clients = int(known.get("rows") or 0), known.get("clients")
     few = ", too few to tell" if rows < FEW else ""
-    found.append(counted(rows, "row") + (f" of {counted(int(clients), 'client')}" if clients else "") + few)
-    return ", ".join(found)
+    result.append(counted(rows, "row") + (f" of {counted(int(clients), 'client')}" if clients else "") + few)
+    return ", ".join(result)
 
 
 def with_interval(value: float | None, unit: str, known: Mapping[str, Any] | None) -> str:

@@ -129,16 +129,16 @@ class Train:
     @property
     def idle(self) -> dict[str, str]:
         """Return every option that has no effect in this recipe, with the setting that makes it ineffective."""
-        found = dict.fromkeys(("beta1", "beta2", "eps"), "optimiser = 'sgd'")
+        result = dict.fromkeys(("beta1", "beta2", "eps"), "optimiser = 'sgd'")
         if self.optimiser != "sgd":
-            found = dict.fromkeys(("momentum", "nesterov"), f"optimiser = '{self.optimiser}'")
+            result = dict.fromkeys(("momentum", "nesterov"), f"optimiser = '{self.optimiser}'")
         if self.steps is not None:
-            found["epochs"] = f"steps = {self.steps}"
+            result["epochs"] = f"steps = {self.steps}"
         if self.lr_schedule == "constant":
-            found["lr_end"] = "lr_schedule = 'constant'"
+            result["lr_end"] = "lr_schedule = 'constant'"
         if self.lr_schedule not in ("step", "authors"):
-            found["lr_step"] = f"lr_schedule = '{self.lr_schedule}'"
-        return found
+            result["lr_step"] = f"lr_schedule = '{self.lr_schedule}'"
+        return result
 
     @property
     def plain(self) -> bool:

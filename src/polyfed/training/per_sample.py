@@ -65,12 +65,12 @@ class PerSample:
         assert batch.key is not None, "a batch of local training has a key"
         grads, losses = row_gradients(loss, trained, rest, batch)
         factors, noise = self.clip.factors(grads), DiscreteGaussian(self.deviation)
-        found: Tree = {}
+        result: Tree = {}
         for name, rows in grads.items():
             factor = factors[name] if batch.ok is None else torch.where(batch.ok, factors[name], 0.0)
             total = noise.released(noise.total(rows, factor), None if self.secure else batch.key, name)
-            found[name] = (total / size).to(rows.dtype)
-        return found, batch.mean(losses)
+            result[name] = (total / size).to(rows.dtype)
+        return result, batch.mean(losses)
 
 
 def refuse_reading(privacy: PerSample | None) -> None:

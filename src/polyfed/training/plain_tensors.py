@@ -62,7 +62,7 @@ def apart_from(nest: Any, others: Iterable[Tensor]) -> Any:
 
     def apart(tensor: Tensor) -> Tensor:
         shared = memory_of(below([tensor])[0][0]) in taken
-        found = tensor.detach() if tensor.requires_grad else tensor
-        return found.clone() if shared else found
+        result = tensor.detach() if tensor.requires_grad else tensor
+        return result.clone() if shared else result
 
     return pytree.tree_map_only(Tensor, apart, nest)

@@ -144,13 +144,13 @@ class Connection:
 
     def next(self) -> dict[str, Any] | None:
         """Wait for a request, and return its description, or None if none came in time."""
-        status, told = self._call("GET", "/v1/next", patient=True)
-        return told if status == 200 else None
+        status, result = self._call("GET", "/v1/next", patient=True)
+        return result if status == 200 else None
 
     def is_open(self, request: str) -> bool:
         """Return whether the server still waits for the reply to a request."""
-        status, told = self._call("GET", f"/v1/requests/{request}")
-        return status == 200 and told.get("open") is True
+        status, result = self._call("GET", f"/v1/requests/{request}")
+        return status == 200 and result.get("open") is True
 
     def fetch(self, request: str, part: str, sha256: str, size: int, path: Path) -> bool:
         """Write a part of a request to a file. A file that has the beginning is continued.
@@ -354,10 +354,10 @@ class Connection:
         if answer.status != 200:
             return answer.status, {"error": WHY.get(answer.status, f"status {answer.status}")}
         try:
-            told = json.loads(text)
+            result = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise OSError(f"an answer that is no JSON: {type(error).__name__}") from None
-        return 200, _checked(told)
+        return 200, _checked(result)
 
     def _connected(self, seconds: float) -> http.client.HTTPSConnection:
         if self._way is not None and self._ends_soon and time.monotonic() - self._opened > DAY:

@@ -332,9 +332,9 @@ class Hub:
             while True:
                 self._known(call.scope)  # else its token has ended meanwhile
                 wake.clear()
-                if (found := self.queue.next_for(device)) is not None:
-                    self.meter.offered(found.id)
-                    return JSONResponse(_offer(found, self.queue))
+                if (result := self.queue.next_for(device)) is not None:
+                    self.meter.offered(result.id)
+                    return JSONResponse(_offer(result, self.queue))
                 rung = asyncio.ensure_future(wake.wait())
                 await asyncio.wait([gone, rung], timeout=end - time.monotonic(), return_when="FIRST_COMPLETED")
                 rung.cancel()
@@ -350,8 +350,8 @@ class Hub:
         found = self._own(call)
         part = self.queue.reply(found.id, "part")
         received = part.stat().st_size if part.exists() else 0
-        told = {"open": found.state == OPEN, "answered": found.state == ANSWERED, "received": received}
-        return JSONResponse(told)
+        result = {"open": found.state == OPEN, "answered": found.state == ANSWERED, "received": received}
+        return JSONResponse(result)
 
     async def _part(self, call: Request) -> Response:
         """Send the body or the app of a request; a range if the call asks for one."""
@@ -445,10 +445,10 @@ class Hub:
             HTTPException: there is no such request for this device.
         """
         name = call.path_params["request"]
-        found = self.queue.find(name) if REQUEST.fullmatch(name) else None
-        if found is None or found.device != call.scope["device"]:
+        result = self.queue.find(name) if REQUEST.fullmatch(name) else None
+        if result is None or result.device != call.scope["device"]:
             raise HTTPException(410, "there is no such request for this device")
-        return found
+        return result
 
     async def look(self, bell: Bell) -> None:
         """Wake the calls of devices for which there are requests, and notice which devices are gone. Never ends."""
@@ -519,10 +519,12 @@ async def _words(call: Request, *needed: str) -> dict[str, str]:
         HTTPException: the body is no table of ASCII texts, lacks one of these, is too large, or comes too slowly.
     """
     try:
-        told = parse_json(await asyncio.wait_for(_body(call, LARGEST_LOGIN), LOGIN_SECONDS))
-        if not isinstance(told, dict) or not all(isinstance(word, str) and word.isascii() for word in told.values()):
+        result = parse_json(await asyncio.wait_for(_body(call, LARGEST_LOGIN), LOGIN_SECONDS))
+        if not isinstance(result, dict) or not all(
+            isinstance(word, str) and word.isascii() for word in result.values()
+        ):
             raise ValueError("no texts")
-        return {name: told[name] for name in needed} | told
+        return {name: result[name] for name in needed} | result
     except (ValueError, KeyError, TypeError, TimeoutError) as error:
         raise HTTPException(400, "the body does not have the words that this call needs") from error
 

@@ -136,18 +136,18 @@ class Door:
                 "the server has had too many failed tries from this address. Wait a minute, then again"
             )
         try:
-            told = json.loads(text)
-            if not isinstance(told, dict):
+            result = json.loads(text)
+            if not isinstance(result, dict):
                 raise ValueError("no table")
         except (ValueError, RecursionError):
-            told = {}
-        if status == 403 and isinstance(why := told.get("refused"), str) and why in WHY:
+            result = {}
+        if status == 403 and isinstance(why := result.get("refused"), str) and why in WHY:
             raise RecipeError(f"{self.token.address}: {WHY[why]}")
         if status != 200:
             raise TransportError(
                 f"{self.token.address} answers {status}: it cannot register this device now. Try again"
             )
-        return told
+        return result
 
     def _call(
         self,

@@ -217,8 +217,8 @@ class Keys:
 
     def devices(self) -> dict[str, str]:
         """Return the registered devices, each with its present key."""
-        found = {self.device(key): key for key in list(self.known) if key not in self.pending}
-        return {self.device(key): key for key in list(self.known)} | found
+        result = {self.device(key): key for key in list(self.known) if key not in self.pending}
+        return {self.device(key): key for key in list(self.known)} | result
 
     def file_of(self, key: str) -> Path | None:
         """Return the file of a registered key."""

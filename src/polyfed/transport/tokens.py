@@ -78,8 +78,8 @@ class JoinToken:
 
     def text(self) -> str:
         """Return the token as people copy it: one word, with a checksum."""
-        told = bytes([VERSION]) + self.authority + self.secret + self.address.encode("ascii")
-        return PREFIX + base64.urlsafe_b64encode(_check(told) + told).decode().rstrip("=")
+        result = bytes([VERSION]) + self.authority + self.secret + self.address.encode("ascii")
+        return PREFIX + base64.urlsafe_b64encode(_check(result) + result).decode().rstrip("=")
 
     @classmethod
     def read(cls, text: str) -> Self:
@@ -171,8 +171,8 @@ class Entry(NamedTuple):
 
     def facts(self) -> dict[str, Any]:
         """What `--json` prints of it: nothing that lets anybody join."""
-        told = {name: value for name, value in self._asdict().items() if name != "token"}
-        return {**told, "state": self.state}
+        result = {name: value for name, value in self._asdict().items() if name != "token"}
+        return {**result, "state": self.state}
 
 
 class NotJoined(Exception):
@@ -243,12 +243,12 @@ class Register:
 
     def keys(self) -> set[str]:
         """Return the fingerprints of the keys that lie in the folder, without those that renew another one."""
-        found = set[str]()
+        result = set[str]()
         for path in self.folder.glob("*.pub"):
             if not path.name.endswith(".next.pub"):
                 with suppress(OSError, ValueError, IndexError):  # no key: the web server's log says so
-                    found.add(fingerprint(path.read_bytes()))
-        return found
+                    result.add(fingerprint(path.read_bytes()))
+        return result
 
     # what the operator does
 
@@ -312,19 +312,19 @@ class Register:
         """
         with at_once(self._rows):
             mine = [one for one in self.entries() if one.state in (OPEN, LATE, JOINED)]
-            found = next((one for one in reversed(mine) if who in (one.name, str(one.number))), None)
+            result = next((one for one in reversed(mine) if who in (one.name, str(one.number))), None)
             files = {path.stem: path for path in self.folder.glob("*.pub")}
-            name = found.name if found is not None else who
-            if found is None and name not in files:
+            name = result.name if result is not None else who
+            if result is None and name not in files:
                 known = {*files, *(one.name for one in mine)}
                 raise RecipeError(f"{self.folder} has no device '{who}'; {did_you_mean(who, known)}")
-            if found is not None:
-                self._rows.execute("UPDATE devices SET ended = ? WHERE token = ?", (time.time(), found.token))
-            if name in files and (found is None or found.key):
+            if result is not None:
+                self._rows.execute("UPDATE devices SET ended = ? WHERE token = ?", (time.time(), result.token))
+            if name in files and (result is None or result.key):
                 files[name].unlink(missing_ok=True)
                 self._forget_next(name)
                 sync(self.folder)
-        return name if found is None else found._replace(ended=time.time())
+        return name if result is None else result._replace(ended=time.time())
 
     # what the web server does
 
@@ -456,8 +456,8 @@ class Register:
 
 
 def _who(entry: Entry) -> str:
-    told = "has joined" if entry.state == JOINED else "has an open token"
-    return f"device {entry.number}, {entry.name}, which {told}"
+    result = "has joined" if entry.state == JOINED else "has an open token"
+    return f"device {entry.number}, {entry.name}, which {result}"
 
 
 def check_name(name: str) -> None:

@@ -243,12 +243,12 @@ class Buffered(Averaging[B]):
 
     def _staleness(self, buffer: Buffer, state: Any) -> dict[str, float]:
         """Return the mean tau of each block over the replies that hold it."""
-        found: dict[str, list[int]] = {}
+        result: dict[str, list[int]] = {}
         for part in buffer.replies.parts:
             for block in {block_of(name) for name in part.message.params}:  # type: ignore[attr-defined]
                 taus = (self._taus(buffer.works[client], state.changes)[block] for client in part.clients)
-                found.setdefault(block, []).extend(taus)
-        return {block: sum(taus) / len(taus) for block, taus in sorted(found.items())}
+                result.setdefault(block, []).extend(taus)
+        return {block: sum(taus) / len(taus) for block, taus in sorted(result.items())}
 
     @override
     def pending(self, state: Any) -> Mapping[int, int]:
@@ -260,8 +260,8 @@ class Buffered(Averaging[B]):
 
     @override
     def observe(self, state: Any) -> dict[str, float]:
-        found = {f"staleness.{block}": tau for block, tau in state.staleness.items()}
-        return found | {"training": float(len(state.open))}
+        result = {f"staleness.{block}": tau for block, tau in state.staleness.items()}
+        return result | {"training": float(len(state.open))}
 
     @override
     def concerns(self, logged: Sequence[Mapping[str, float]]) -> list[str]:

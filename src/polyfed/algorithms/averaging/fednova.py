@@ -172,8 +172,8 @@ class FedNova(Averaging):
 
     @override
     def observe(self, state: NovaState) -> dict[str, float]:
-        found = {"effective_steps": state.effective, "length_ratio": state.ratio}
-        return {name: value for name, value in found.items() if value == value}
+        result = {"effective_steps": state.effective, "length_ratio": state.ratio}
+        return {name: value for name, value in result.items() if value == value}
 
     @override
     def concerns(self, logged: Sequence[Mapping[str, float]]) -> list[str]:
@@ -190,8 +190,8 @@ class FedNova(Averaging):
         skip, shrink = fed.context.model.has_batchnorm, self.mu * self.train.lr_at(fed.round, fed.rounds)
         rows = fed.clients.rows_of(clients)
         steps = [steps_trained(rows[client], self.train, skip_single=skip) for client in clients]
-        found = update_length(torch.tensor(steps, dtype=torch.float64), self.train, shrink)
-        return dict(zip(clients, found.tolist(), strict=True))
+        result = update_length(torch.tensor(steps, dtype=torch.float64), self.train, shrink)
+        return dict(zip(clients, result.tolist(), strict=True))
 
     def _reference(self, fed: Federation) -> float:
         """Return the mean length of all clients, to which each client scales its update."""

@@ -77,7 +77,7 @@ def names_of(words: Iterable[str], model: Model) -> frozenset[str]:
     Raises:
         RecipeError: a word matches nothing in the model.
     """
-    head, found = frozenset(model.head()), set[str]()
+    head, result = frozenset(model.head()), set[str]()
     everything = model.names(model.modalities)
     last = frozenset(model.classifier())
     groups = {HEAD: head, ENCODERS: frozenset(everything) - head, NORMS: model.norm_names}
@@ -103,8 +103,8 @@ def names_of(words: Iterable[str], model: Model) -> frozenset[str]:
                 + (", or give the model a layer before the last one, as [model] head does" if word == FUSION else ""),
                 ("algorithm", "private"),
             )
-        found |= groups[word]
-    return frozenset(found - {*model.zero_inputs.values()})
+        result |= groups[word]
+    return frozenset(result - {*model.zero_inputs.values()})
 
 
 def _projects(name: str) -> bool:

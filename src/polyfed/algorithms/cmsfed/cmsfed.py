@@ -244,21 +244,21 @@ class CmsFed(Averaging[CmsFedState]):
     @override
     def idle_options(self, fed: Federation) -> dict[str, str]:
         rule = "dominance_threshold" if self.ratio_rule == "quantile" else "dominance_quantile"
-        found = super().idle_options(fed) | {rule: f"ratio_rule = '{self.ratio_rule}'"}
+        result = super().idle_options(fed) | {rule: f"ratio_rule = '{self.ratio_rule}'"}
         if self.gradient_split == "exact":
-            found["normalize_delta"] = "gradient_split = 'exact'"
+            result["normalize_delta"] = "gradient_split = 'exact'"
         if not self.prototype_weight:
-            found |= dict.fromkeys(("beta_mode", "pce_target"), "prototype_weight = 0")
+            result |= dict.fromkeys(("beta_mode", "pce_target"), "prototype_weight = 0")
         if not self.modality_selection:
-            found |= dict.fromkeys(
+            result |= dict.fromkeys(
                 ("ratio_rule", "dominance_threshold", "dominance_quantile", "gradient_split", "normalize_delta"),
                 "modality_selection = false",
             )
-            found |= dict.fromkeys(
+            result |= dict.fromkeys(
                 ("resolution", "init_pass", "sketch", "client_weights"), "modality_selection = false"
             )
-            found |= {"placebo": "modality_selection = false"} if self.placebo == "random-picks" else {}
-        return found
+            result |= {"placebo": "modality_selection = false"} if self.placebo == "random-picks" else {}
+        return result
 
     # the round
 

@@ -46,8 +46,8 @@ def devices_of_silos(clients: ClientRegistry, overlap: Overlap = "exact") -> dic
 def members_of(clients: ClientRegistry, client: int) -> list[int]:
     """Return the devices with rows in the silo of this device."""
     assert clients.silo is not None, "there is no run without silos"
-    found: list[int] = ((clients.silo == clients.silo[client]) & (clients.num_rows > 0)).nonzero().flatten().tolist()
-    return found
+    result: list[int] = ((clients.silo == clients.silo[client]) & (clients.num_rows > 0)).nonzero().flatten().tolist()
+    return result
 
 
 def check_aligned(silo: int, ids: Mapping[int, Tensor]) -> None:
@@ -83,8 +83,8 @@ def check_aligned(silo: int, ids: Mapping[int, Tensor]) -> None:
 
 
 def _without(a: Tensor, b: Tensor) -> list[int]:
-    found: list[int] = a[~torch.isin(a, b)].tolist()
-    return found
+    result: list[int] = a[~torch.isin(a, b)].tolist()
+    return result
 
 
 def _listed(ids: list[int]) -> str:

@@ -81,8 +81,8 @@ class Hfm(Vertical):
         older than those of the other devices. The silo then trains without the device's modalities in this round.
         """
         silos = self.devices(fed)
-        found = fed.in_silos(self.trained, silos, state.edges, ToEdge(state.params))
-        adopted, uploads = found.of(self.adopt), found.of(self.upload)
+        result = fed.in_silos(self.trained, silos, state.edges, ToEdge(state.params))
+        adopted, uploads = result.of(self.adopt), result.of(self.upload)
         fed.require_quorum(uploads, "upload")
         asked = {*adopted, *adopted.missing}
         send: dict[int, Message] = {}
@@ -93,7 +93,7 @@ class Hfm(Vertical):
         told = [uploads[client].training.cpu() for client in first.values() if client is not None]
         return state.after(told, self.exchanges).with_(
             params=state.params | self._mean(uploads, silos, fed),
-            edges=state.edges | found.kept,
+            edges=state.edges | result.kept,
             server_bytes=bytes_down(fed, send) + bytes_up(adopted) + bytes_up(uploads),
         )
 
@@ -140,8 +140,8 @@ class Hfm(Vertical):
 
     @override
     def evaluate(self, state: SiloState, fed: Federation) -> Measured:
-        found = self.evaluate_globally(state.params, fed) if fed.evaluation_clients else Measured({})
-        return self.with_own_rows(found, fed, state.edges, state.params)
+        result = self.evaluate_globally(state.params, fed) if fed.evaluation_clients else Measured({})
+        return self.with_own_rows(result, fed, state.edges, state.params)
 
     @override
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:

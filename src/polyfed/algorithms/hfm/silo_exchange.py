@@ -229,14 +229,14 @@ class Vertical(Algorithm[SiloState]):
 
     @override
     def idle_options(self, fed: Federation) -> dict[str, str]:
-        found = {"train.batch_size": "batch_fraction and inner_batch, which make the batches"}
+        result = {"train.batch_size": "batch_fraction and inner_batch, which make the batches"}
         if self.local_unit == "step":
-            found["inner_batch"] = "local_unit = 'step'"
+            result["inner_batch"] = "local_unit = 'step'"
         if self.overlap != "all" and round(self.batch_fraction * int(fed.clients.num_rows.max())) <= self.inner_batch:
-            found["inner_batch"] = f"batches of at most {self.inner_batch} rows"
+            result["inner_batch"] = f"batches of at most {self.inner_batch} rows"
         if not fed.context.model.has_modes:
-            found["eval_embeddings"] = "a model without dropout and BatchNorm"
-        return found
+            result["eval_embeddings"] = "a model without dropout and BatchNorm"
+        return result
 
     @override
     def init(self, fed: Federation, params: Tree) -> SiloState:
@@ -250,16 +250,16 @@ class Vertical(Algorithm[SiloState]):
         """
         silos = self.devices(fed)
         self._check_labels(fed, silos)
-        found = fed.in_silos(self.begin, silos, {}, ToEdge(params))
-        if len(found.missing) == len(silos):
+        result = fed.in_silos(self.begin, silos, {}, ToEdge(params))
+        if len(result.missing) == len(silos):
             raise TooFewReplies("no device of any silo sent its sample ids; see the events for the reasons")
-        if found.missing:
-            names = ", ".join(map(str, found.missing))
+        if result.missing:
+            names = ", ".join(map(str, result.missing))
             fed.emit(
                 "note", text=f"silo {names}: no device sent its ids yet, so the silo takes part when one has sent them"
             )
-        heads = {silo: Edge(self._head(fed, silos[silo], params)) for silo in found.missing}
-        return SiloState(params, edges=dict(sorted((heads | found.kept).items())))
+        heads = {silo: Edge(self._head(fed, silos[silo], params)) for silo in result.missing}
+        return SiloState(params, edges=dict(sorted((heads | result.kept).items())))
 
     # the parts of a silo, which its edge runs
 
@@ -280,8 +280,8 @@ class Vertical(Algorithm[SiloState]):
         """Ask the devices whose sample ids are not known yet for their ids."""
         unknown = [client for client in members if client not in own.ids]
         ask = dict.fromkeys(unknown, Question())
-        told = yield Ask(self.identify, ask, quorum=fed.round == 0, accept=some_rows, if_any=True)
-        return replace(own, ids=own.ids | {client: reply.ids.clone() for client, reply in told.items()})
+        result = yield Ask(self.identify, ask, quorum=fed.round == 0, accept=some_rows, if_any=True)
+        return replace(own, ids=own.ids | {client: reply.ids.clone() for client, reply in result.items()})
 
     def samples(self, silo: int, members: Sequence[int], own: Edge, fed: Federation) -> SiloSamples | None:
         """Match the rows of the devices of a silo. Return None if the silo cannot take part yet.
@@ -294,10 +294,10 @@ class Vertical(Algorithm[SiloState]):
         labelled = [client for client in ids if self.holds_labels(owned[client])]
         if not labelled:
             return None
-        found = SiloSamples.of(silo, ids, owned, self.overlap, labelled)
-        if not found.count:
+        result = SiloSamples.of(silo, ids, owned, self.overlap, labelled)
+        if not result.count:
             raise no_usable_sample(silo, ids, self.overlap)
-        return found
+        return result
 
     def exchanged(
         self, silo: int, members: Sequence[int], own: Edge, samples: SiloSamples, fed: Federation
@@ -360,9 +360,9 @@ class Vertical(Algorithm[SiloState]):
         head = mean_tree([heads_from[client].head for client in turn.members if client in heads_from]) or own.head
         losses = [float(copy.loss) for copy in copies.values()]
         drifts = [float(reply.drift) for reply in (*copies.values(), *followed.values())]
-        told = torch.tensor([sum(losses), len(losses), sum(drifts), len(drifts), moved], dtype=torch.float64)
+        result = torch.tensor([sum(losses), len(losses), sum(drifts), len(drifts), moved], dtype=torch.float64)
         sent = {} if self.resample else own.sent | fresh
-        return replace(own, head=head, sent=sent, training=own.training + told)
+        return replace(own, head=head, sent=sent, training=own.training + result)
 
     def _asked(
         self, fed: Federation, task: Task, send: Mapping[int, Message], turn: Turn, *, heads: bool, quorum: bool = True
@@ -704,11 +704,11 @@ class Vertical(Algorithm[SiloState]):
             return None
         got = ToEdge({} if self.own_models == "clients" else state.params)
         accept = self._possible_counts(fed)
-        found = fed.in_silos(self.silo_counted, self.devices(fed), state.edges, got, accept=accept)
-        sizes = found.of(self.size_silo) if self.evaluation.shrinkage else None
+        result = fed.in_silos(self.silo_counted, self.devices(fed), state.edges, got, accept=accept)
+        sizes = result.of(self.size_silo) if self.evaluation.shrinkage else None
         reads, shares = partial(self.client_modalities, fed=fed), partial(members_of, fed.clients)
         by, names = self.evaluation.conformal_groups, fed.context.model.modalities
-        return Conformal.of(kind, by, found.of(self.count_silo), names, reads, sizes, shares)
+        return Conformal.of(kind, by, result.of(self.count_silo), names, reads, sizes, shares)
 
     def silo_counted(
         self, silo: int, members: Sequence[int], kept: Edge | None, got: ToEdge, fed: Federation
@@ -769,8 +769,8 @@ class Vertical(Algorithm[SiloState]):
     def embed_own(self, context: ClientContext, data: ClientData, local: Tree, got: Evaluated) -> tuple[OwnTest, Tree]:
         """Compute embeddings of the device's own test or validation rows, for the edge."""
         test, encoders = data.test, got.params or self._encoders(context, local)
-        found = test.collect(lambda batch: masked(context.model.features(encoders, batch), batch.present))
-        return OwnTest(found, test.ids, test.num_rows), local
+        result = test.collect(lambda batch: masked(context.model.features(encoders, batch), batch.present))
+        return OwnTest(result, test.ids, test.num_rows), local
 
     @task()
     def score_silo(self, context: ClientContext, data: ClientData, local: Tree, got: Exchange) -> tuple[OwnScore, Tree]:

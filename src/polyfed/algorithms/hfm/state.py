@@ -64,8 +64,8 @@ class SiloState(State):
         """Return the state after a round in which silos have trained; see `Edge.training`."""
         losses, copies, drifts, moves, moved = sum(training, torch.zeros(5, dtype=torch.float64)).tolist()
         mean = ({"train_loss": losses / copies} if copies else {}) | ({"drift": drifts / moves} if moves else {})
-        found: SiloState = self.with_(**mean, exchanges=self.exchanges + exchanges, silo_bytes=int(moved))
-        return found
+        result: SiloState = self.with_(**mean, exchanges=self.exchanges + exchanges, silo_bytes=int(moved))
+        return result
 
 
 @dataclass(frozen=True)

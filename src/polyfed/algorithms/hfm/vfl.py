@@ -83,9 +83,9 @@ class Vfl(Vertical):
 
     @override
     def round(self, state: SiloState, fed: Federation) -> SiloState:
-        found = fed.in_silos(self.trained, self.devices(fed), state.edges, ToEdge({}))
-        told = [edge.training for edge in found.kept.values()]
-        return state.after(told, self.exchanges).with_(edges=state.edges | found.kept)
+        result = fed.in_silos(self.trained, self.devices(fed), state.edges, ToEdge({}))
+        told = [edge.training for edge in result.kept.values()]
+        return state.after(told, self.exchanges).with_(edges=state.edges | result.kept)
 
     def trained(self, silo: int, members: Sequence[int], kept: Edge | None, got: ToEdge, fed: Federation) -> Part[Edge]:
         """Do R exchanges in a silo."""
@@ -99,8 +99,8 @@ class Vfl(Vertical):
     def evaluate(self, state: SiloState, fed: Federation) -> Measured:
         policy = fed.context.policy
         possible = fed.evaluation_clients and policy.allows_models("server")
-        found = self._evaluated_by_server(state, fed) if possible else Measured({})
-        return self.with_own_rows(found, fed, state.edges, {})
+        result = self._evaluated_by_server(state, fed) if possible else Measured({})
+        return self.with_own_rows(result, fed, state.edges, {})
 
     @override
     def will_send(self, task: str, field: str, block: str, policy: Policy) -> bool:

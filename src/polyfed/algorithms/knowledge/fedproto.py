@@ -159,11 +159,11 @@ class FedProto(Averaging[ProtoState]):
 
     @override
     def idle_options(self, fed: Federation) -> dict[str, str]:
-        found = super().idle_options(fed)
+        result = super().idle_options(fed)
         if self.mode == "mm_fedavg":
-            return found | dict.fromkeys(("lam", "predict_by"), "mode = 'mm_fedavg'")
+            return result | dict.fromkeys(("lam", "predict_by"), "mode = 'mm_fedavg'")
         others = ("alpha_p", "active_rounds", "aggregation")
-        return found | dict.fromkeys(others, "mode = 'original'") | {"evaluate.unimodal": NO_GLOBAL}
+        return result | dict.fromkeys(others, "mode = 'original'") | {"evaluate.unimodal": NO_GLOBAL}
 
     @override
     def init(self, fed: Federation, params: Tree) -> ProtoState:

@@ -58,8 +58,8 @@ class FedMac(Averaging):
 
     @override
     def idle_options(self, fed: Federation) -> dict[str, str]:
-        found = super().idle_options(fed)
-        return found if self.lam else found | {"temperature": "lam = 0"}
+        result = super().idle_options(fed)
+        return result if self.lam else result | {"temperature": "lam = 0"}
 
     @override
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: Any, local: Tree) -> Any:

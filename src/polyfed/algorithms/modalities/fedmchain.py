@@ -117,20 +117,20 @@ class FedMChain(Averaging[ChainState]):
 
     @override
     def idle_options(self, fed: Federation) -> dict[str, str]:
-        found = super().idle_options(fed)
+        result = super().idle_options(fed)
         chain = ("order", "compensation", *(["placebo"] if self.placebo == "random-phases" else []))
         signs = ("density", "agreement", *(["placebo"] if self.placebo == "random-clusters" else []))
         if self.phases == "joint":
-            found |= dict.fromkeys(chain, "phases = 'joint'")
+            result |= dict.fromkeys(chain, "phases = 'joint'")
         elif all(len(fed.clients.owned(client)) < 2 for client in fed.clients):
-            found |= dict.fromkeys(chain, "clients with one modality each")
+            result |= dict.fromkeys(chain, "clients with one modality each")
         elif self.placebo == "random-phases":
-            found["order"] = "placebo = 'random-phases'"
+            result["order"] = "placebo = 'random-phases'"
         if self.server.aggregate != "mean":
-            found |= dict.fromkeys(signs, f"server.aggregate = '{self.server.aggregate}'")
+            result |= dict.fromkeys(signs, f"server.aggregate = '{self.server.aggregate}'")
         elif self.averages_all and self.placebo == "random-clusters":
-            found["placebo"] = "density = 1 and agreement = -1"
-        return found
+            result["placebo"] = "density = 1 and agreement = -1"
+        return result
 
     # the server
 
@@ -144,17 +144,17 @@ class FedMChain(Averaging[ChainState]):
             return super().merge(state, replies, fed)  # type: ignore[no-any-return]
         weights = self.selector.weigh(state.memory, self.weights(replies, fed))
         trainable = fed.context.model.trainable(state.params)
-        found: dict[str, int] = {}
+        result: dict[str, int] = {}
 
         def rule(group: Group) -> Tensor:
             draw = keys.key(fed.seed, "placebo", group.block, fed.round) if self.placebo == "random-clusters" else None
-            mean, found[group.block] = consensus(group, self.density, self.agreement, draw)
+            mean, result[group.block] = consensus(group, self.density, self.agreement, draw)
             return mean
 
         apart = {name for name in trainable if block_of(name) != SHARED}
         mean = replies.mean("params", weights) | combined(replies, "params", weights, state.params, rule, apart)
         params, moments = self.server.apply(state.params, mean, state.moments, trainable)
-        return state.with_(params=params, moments=moments, clusters=found)
+        return state.with_(params=params, moments=moments, clusters=result)
 
     @override
     def observe(self, state: ChainState) -> dict[str, float]:

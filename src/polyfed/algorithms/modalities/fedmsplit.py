@@ -73,11 +73,11 @@ class FedMSplit(Averaging[SplitState]):
 
     @override
     def idle_options(self, fed: Federation) -> dict[str, str]:
-        found = super().idle_options(fed)
+        result = super().idle_options(fed)
         if self.mode == "block_mean":
-            return found | dict.fromkeys(("lam", "similarity", "temperature"), "mode = 'block_mean'")
-        found |= {"temperature": "similarity = 'dot'"} if self.similarity == "dot" else {}
-        return found | {"aggregation": "mode = 'personal'"}
+            return result | dict.fromkeys(("lam", "similarity", "temperature"), "mode = 'block_mean'")
+        result |= {"temperature": "similarity = 'dot'"} if self.similarity == "dot" else {}
+        return result | {"aggregation": "mode = 'personal'"}
 
     @override
     def init(self, fed: Federation, params: Tree) -> SplitState:
@@ -164,7 +164,7 @@ class FedMSplit(Averaging[SplitState]):
         Entry (i, j) is the attention of client i to client j. If client i owns the block, row i sums to 1. If client i
         does not own the block, row i and column i are zero.
         """
-        found = {}
+        result = {}
         for block in (*fed.clients.modalities, SHARED):
             own = [select(fed.context.model.trainable(trained[client]), [block]) for client in clients]
             owners = torch.tensor([block == SHARED or block in fed.clients.owned(c) for c in clients])
@@ -174,8 +174,8 @@ class FedMSplit(Averaging[SplitState]):
             longest = max(flat, key=len)
             rows = torch.stack([row if len(row) else torch.zeros_like(longest) for row in flat])
             scores = self._scores(rows).cpu().masked_fill(~owners, float("-inf"))
-            found[block] = torch.softmax(scores, 1) * owners.unsqueeze(1)
-        return found
+            result[block] = torch.softmax(scores, 1) * owners.unsqueeze(1)
+        return result
 
     def _scores(self, rows_SP: Tensor) -> Tensor:
         if self.similarity == "dot":

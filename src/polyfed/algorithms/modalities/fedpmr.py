@@ -68,8 +68,8 @@ class FedPmr(Averaging):
 
     @override
     def idle_options(self, fed: Federation) -> dict[str, str]:
-        found = super().idle_options(fed) | {"limits.min_rows_per_class": ""}  # prototypes leave out rare classes
-        return found if self.per else found | dict.fromkeys(("mu", "per_epochs"), "per = false")
+        result = super().idle_options(fed) | {"limits.min_rows_per_class": ""}  # prototypes leave out rare classes
+        return result if self.per else result | dict.fromkeys(("mu", "per_epochs"), "per = false")
 
     @task()
     @override

@@ -176,12 +176,12 @@ class MFedMC(Averaging[UploadState]):
 
     @override
     def idle_options(self, fed: Federation) -> dict[str, str]:
-        found = super().idle_options(fed) | {"evaluate.unimodal": NO_GLOBAL}
+        result = super().idle_options(fed) | {"evaluate.unimodal": NO_GLOBAL}
         most = max(len(fed.clients.owned(client)) for client in fed.clients)
         if self.placebo != "none" or self.uploads >= most:
             because = f"placebo = '{self.placebo}'" if self.placebo != "none" else f"uploads = {self.uploads}"
-            found |= dict.fromkeys(("impact", "smallness", "recency"), because)
-        return found
+            result |= dict.fromkeys(("impact", "smallness", "recency"), because)
+        return result
 
     # the server
 
@@ -222,7 +222,7 @@ class MFedMC(Averaging[UploadState]):
             offers: `Offer` of each client.
             fed: the federation.
         """
-        found: dict[int, list[str]] = {}
+        result: dict[int, list[str]] = {}
         most = math.ceil(self.client_share * len(offers))
         for m in fed.clients.modalities:
             losses = {c: float(o.losses[m]) for c, o in offers.items() if float(o.offered.get(m, 0.0)) == 1}
@@ -231,8 +231,8 @@ class MFedMC(Averaging[UploadState]):
                 drawn = keys.choice(keys.key(fed.seed, "placebo", m, fed.round), len(best), min(most, len(best)))
                 best = [sorted(best)[place] for place in drawn]
             for client in best[:most]:
-                found.setdefault(client, []).append(m)
-        return dict(sorted(found.items()))
+                result.setdefault(client, []).append(m)
+        return dict(sorted(result.items()))
 
     @override
     def observe(self, state: UploadState) -> dict[str, float]:
@@ -279,11 +279,11 @@ class MFedMC(Averaging[UploadState]):
         self, context: ClientContext, w: Tree, batch: Batch, features: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Return the loss of each modality alone, over the rows that have it."""
-        found = {}
+        result = {}
         for m in context.modalities:
             rows = replace(batch, ok=there(batch, m)) if m in batch.present else batch
-            found[m] = context.objective.loss(context.model.unimodal_logits(w, features, m, batch, "zero"), rows)
-        return found
+            result[m] = context.objective.loss(context.model.unimodal_logits(w, features, m, batch, "zero"), rows)
+        return result
 
     def _judge(self, context: ClientContext, data: ClientData, w: Tree) -> tuple[Tree, Tree]:
         """Return by modality the Shapley value in the fusion's predictions, and the loss alone, over all rows.
@@ -350,11 +350,11 @@ def shapley(players: Sequence[str], worth: Callable[[frozenset[str]], Tensor]) -
         worth: the value of a coalition; it is called once for each of the 2^M.
     """
     value = functools.cache(worth)
-    found = {}
+    result = {}
     for player in players:
         gains = [w * (value(mask | {player}) - value(mask)) for mask, w in coalitions(players, player)]
-        found[player] = torch.stack(gains).sum(0)
-    return found
+        result[player] = torch.stack(gains).sum(0)
+    return result
 
 
 def probabilities(

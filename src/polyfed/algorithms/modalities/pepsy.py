@@ -129,8 +129,8 @@ class Pepsy(Averaging[PepsyState]):
 
     @override
     def idle_options(self, fed: Federation) -> dict[str, str]:
-        found = super().idle_options(fed) | {"model.controls": "", "model.controls_chosen": ""}
-        return found if self.lam else found | {"temperature": "lam = 0"}
+        result = super().idle_options(fed) | {"model.controls": "", "model.controls_chosen": ""}
+        return result if self.lam else result | {"temperature": "lam = 0"}
 
     # the server
 
@@ -241,23 +241,23 @@ def clustered(sent: Mapping[int, Tensor], weights: Mapping[int, float], join: fl
         client -> the cluster of each of its controls. Clusters are numbered from 0 in the order in which they opened.
     """
     sums: list[Tensor] = []
-    found: dict[int, list[int]] = {}
+    result: dict[int, list[int]] = {}
     for client in sorted(sent):
         own = sent[client].double().cpu()
         costs = torch.full((len(own), len(sums) + len(own)), 1 - join, dtype=torch.float64)
         if sums:
             costs[:, : len(sums)] = 1 - normalize(own, dim=-1) @ normalize(torch.stack(sums), dim=-1).T
         _, columns = linear_sum_assignment(costs.numpy())
-        found[client] = []
+        result[client] = []
         for control, column in zip(own, columns.tolist(), strict=True):
             share = weights[client] * control
             if column < len(costs[0]) - len(own):
                 sums[column] = sums[column] + share
-                found[client].append(column)
+                result[client].append(column)
             else:
                 sums.append(share)
-                found[client].append(len(sums) - 1)
-    return found
+                result[client].append(len(sums) - 1)
+    return result
 
 
 def _centres(

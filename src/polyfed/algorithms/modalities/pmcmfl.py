@@ -116,12 +116,12 @@ class PmcmFL(Averaging[LibraryState]):
 
     @override
     def idle_options(self, fed: Federation) -> dict[str, str]:
-        found = super().idle_options(fed)
+        result = super().idle_options(fed)
         if self.variant == "mfcpl":
-            found["stand_in"] = "variant = 'mfcpl'"
+            result["stand_in"] = "variant = 'mfcpl'"
         else:
-            found["model.absent"] = "algorithm 'pmcmfl', which always fills in prototypes"
-        return found if self.contrast else found | {"temperature": "contrast = 0"}
+            result["model.absent"] = "algorithm 'pmcmfl', which always fills in prototypes"
+        return result if self.contrast else result | {"temperature": "contrast = 0"}
 
     # the server
 

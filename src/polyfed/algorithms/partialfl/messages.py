@@ -88,13 +88,13 @@ def usable_rows(given: Deposit, shapes: Mapping[str, tuple[int, ...]]) -> Tree:
 
 def usable_embeddings(replies: Replies, deposits: Mapping[int, Tree], size: int) -> dict[int, Tree]:
     """Return, by client, the embeddings z'_T (n, size) of the deposited rows. Wrong shapes are left out."""
-    found = {}
+    result = {}
     for k in replies:
         student: Tree = replies[k].student
         had = deposits.get(k, {})
         if student and all(m in had and z.shape == (len(had[m]), size) for m, z in student.items()):
-            found[k] = student
-    return found
+            result[k] = student
+    return result
 
 
 def logged(replies: Replies, server_losses: list[float]) -> dict[str, float]:

@@ -105,8 +105,8 @@ class Layout:
 
 def layouts(fed: Federation, params: Tree) -> dict[str, Layout]:
     """Return the layouts of all blocks that are not empty, in the order of upload: the modalities, then `shared`."""
-    found = {m: Layout.of(m, params, fed.context.model) for m in (*fed.clients.modalities, SHARED)}
-    return {block: layout for block, layout in found.items() if layout.names}
+    result = {m: Layout.of(m, params, fed.context.model) for m in (*fed.clients.modalities, SHARED)}
+    return {block: layout for block, layout in result.items() if layout.names}
 
 
 def owners(fed: Federation, block: str) -> Tensor:

@@ -149,10 +149,10 @@ class FedAmp(Algorithm[FedAmpState]):
 
     @override
     def idle_options(self, fed: Federation) -> dict[str, str]:
-        found = {} if self.heuristic else {"self_weight": "heuristic = false"}
+        result = {} if self.heuristic else {"self_weight": "heuristic = false"}
         if fed.rounds <= self.alpha_every:
-            found["alpha_decay"] = f"alpha_every = {self.alpha_every} in a run of {fed.rounds} rounds"
-        return found | {"evaluate.unimodal": NO_GLOBAL}
+            result["alpha_decay"] = f"alpha_every = {self.alpha_every} in a run of {fed.rounds} rounds"
+        return result | {"evaluate.unimodal": NO_GLOBAL}
 
     @override
     def init(self, fed: Federation, params: Tree) -> FedAmpState:

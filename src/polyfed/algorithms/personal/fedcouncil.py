@@ -152,10 +152,10 @@ class Experts:
     @cached_property
     def matrix(self) -> Tensor:
         """The weights of the atoms in each expert, float64 (E, J * V * T); each row adds up to 1."""
-        found = torch.zeros(len(self._listed), *self.shape, dtype=torch.float64)
+        result = torch.zeros(len(self._listed), *self.shape, dtype=torch.float64)
         for place, (several, view, t) in enumerate(self._listed):
-            found[place, list(several), view, t] = 1 / len(several)
-        return found.flatten(1)
+            result[place, list(several), view, t] = 1 / len(several)
+        return result.flatten(1)
 
     def log_likelihoods(self, atoms: Tensor) -> Tensor:
         """Return the log probabilities (..., E) that the experts give, from those of the atoms (..., J, V, T)."""
@@ -193,8 +193,8 @@ def unless_diverged(trained: Tree, before: Tree) -> Tree:
 
 def fused(model: Model, members: Sequence[Tree], features: Sequence[Mapping[str, Tensor]], batch: Batch) -> Tensor:
     """Return the logits (B, J, 1, C) of each model from its features."""
-    found = [model.fuse(tree, z, batch) for tree, z in zip(members, features, strict=True)]
-    return torch.stack(found, 1).unsqueeze(2)
+    result = [model.fuse(tree, z, batch) for tree, z in zip(members, features, strict=True)]
+    return torch.stack(result, 1).unsqueeze(2)
 
 
 @dataclass(frozen=True)
@@ -283,8 +283,8 @@ class Council(Predictor):
     def members(self, w: Mapping[str, Tensor]) -> list[Tree]:
         """Return the models that a tree has: anchor, composed model, adapted copies of both, own model."""
         composed = {name: value for name, value in w.items() if not name.startswith("@")}
-        found = [under(ANCHOR, w), composed, *(under(prefix, w) for prefix in (ADAPTED, ADAPTED_ANCHOR, OWN))]
-        return [tree for tree in found if tree]
+        result = [under(ANCHOR, w), composed, *(under(prefix, w) for prefix in (ADAPTED, ADAPTED_ANCHOR, OWN))]
+        return [tree for tree in result if tree]
 
     def singly(
         self, model: Model, members: Sequence[Tree], features: Sequence[Mapping[str, Tensor]], batch: Batch
@@ -299,8 +299,8 @@ class Council(Predictor):
 
     def log_probabilities(self, logits: Tensor) -> Tensor:
         """Return the log probabilities (B, J, V, T, C), no smaller than `FLOOR`, of logits (B, J, V, C)."""
-        found = torch.stack([(logits / heat).log_softmax(-1) for heat in self._temperatures], 3)
-        return torch.nan_to_num(found, nan=FLOOR).clamp(min=FLOOR)
+        result = torch.stack([(logits / heat).log_softmax(-1) for heat in self._temperatures], 3)
+        return torch.nan_to_num(result, nan=FLOOR).clamp(min=FLOOR)
 
     def _of_the_label(self, logits: Tensor, batch: Batch) -> Tensor:
         """Return the log probabilities of the rows' classes, float64 (B, J, V, T), of logits (B, J, V, C)."""
@@ -334,21 +334,21 @@ class Council(Predictor):
 
     def _places(self, model: Model, batch: Batch, size: int) -> Tensor:
         """Return the place of each row's subset in the table of weights, int64 (B,)."""
-        found = torch.zeros_like(batch.y)
+        result = torch.zeros_like(batch.y)
         if size > 1:
             for place, m in enumerate(model.modalities):
                 if m in batch.x:
-                    found = found + 2**place * batch.present.get(m, torch.ones_like(found)).to(found)
-        return found
+                    result = result + 2**place * batch.present.get(m, torch.ones_like(result)).to(result)
+        return result
 
     def _placed(self, context: ClientContext, table: Tensor, weights: Tensor, count: Tensor, matrix: Tensor) -> Tensor:
         """Return the table with the experts' weights (S, E) of the client's subsets, where rows were counted."""
         atoms = (weights @ matrix).view(-1, *table.shape[1:]).to(table.dtype)
-        found = list(table)
+        result = list(table)
         for number, subset in enumerate(self._subsets(context)):
-            place = sum(2**p for p, m in enumerate(context.model.modalities) if m in subset) if len(found) > 1 else 0
-            found[place] = torch.where(count[number] > 0, atoms[number], found[place])
-        return torch.stack(found)
+            place = sum(2**p for p, m in enumerate(context.model.modalities) if m in subset) if len(result) > 1 else 0
+            result[place] = torch.where(count[number] > 0, atoms[number], result[place])
+        return torch.stack(result)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -474,19 +474,19 @@ class FedCouncil(Averaging[CouncilState]):
 
     @override
     def idle_options(self, fed: Federation) -> dict[str, str]:
-        found = super().idle_options(fed)
+        result = super().idle_options(fed)
         several = ("modality_loss", "modulation", "dropout", "unimodal")
         if not bool((fed.clients.holds.sum(1) > 1).any()):
-            found |= dict.fromkeys(several, "clients that have one modality each")
+            result |= dict.fromkeys(several, "clients that have one modality each")
         if self.server.optimiser != "none":
-            found |= dict.fromkeys(("momentum", "momentum_lr"), f"[server] optimiser = '{self.server.optimiser}'")
+            result |= dict.fromkeys(("momentum", "momentum_lr"), f"[server] optimiser = '{self.server.optimiser}'")
         elif not self.momentum:
-            found["momentum_lr"] = "momentum = 0"
+            result["momentum_lr"] = "momentum = 0"
         if not self.needs_own_validation:
-            found |= dict.fromkeys(("calibrated", "prior", "placebo"), "a single model for all clients")
+            result |= dict.fromkeys(("calibrated", "prior", "placebo"), "a single model for all clients")
         if self.anchor and not self.keeps_anchor:
-            found["anchor"] = "a composed model that is the one of FedAvg"
-        return found
+            result["anchor"] = "a composed model that is the one of FedAvg"
+        return result
 
     # the server
 
@@ -562,12 +562,12 @@ class FedCouncil(Averaging[CouncilState]):
         """Return whether the server's validation rows prefer the model of FedAvg; without any, it leads."""
         if not state.anchor or VALIDATION not in fed.evaluation_clients:
             return bool(state.anchor)
-        found: list[float] = []
+        result: list[float] = []
         for tree in (state.anchor, state.params):
             replies = fed.ask(self.score, [VALIDATION], ModelToEvaluate(tree, {}, {}), quorum=False)
             known = self.measured(replies[VALIDATION], fed)[0] if VALIDATION in replies else {}
-            found.append(known.get(fed.context.objective.BEST, -math.inf))
-        return found[0] > found[1]
+            result.append(known.get(fed.context.objective.BEST, -math.inf))
+        return result[0] > result[1]
 
     # the clients
 
@@ -575,11 +575,11 @@ class FedCouncil(Averaging[CouncilState]):
     def local(self, context: ClientContext, key: int) -> Tree:
         copies = (ADAPTED, ADAPTED_ANCHOR) if self.keeps_anchor else (ADAPTED,)
         prefixes = (*(copies if self.adapted else ()), *((OWN,) if self.own else ()))
-        found = {n: v for prefix in prefixes for n, v in nested(prefix, context.initial).items()}
+        result = {n: v for prefix in prefixes for n, v in nested(prefix, context.initial).items()}
         if self.needs_own_validation:
             anchor = nested(ANCHOR, context.initial) if self.keeps_anchor else {}
-            found[WEIGHTS] = self.council.first(context.model, context.initial | anchor | found)
-        return found
+            result[WEIGHTS] = self.council.first(context.model, context.initial | anchor | result)
+        return result
 
     @override
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: BothModels, local: Tree) -> Any:

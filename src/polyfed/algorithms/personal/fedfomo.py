@@ -114,14 +114,14 @@ class FedFomo(Algorithm[FedFomoState]):
 
     @override
     def idle_options(self, fed: Federation) -> dict[str, str]:
-        found = {"evaluate.unimodal": NO_GLOBAL}
+        result = {"evaluate.unimodal": NO_GLOBAL}
         if not self.candidates or self.candidates >= exchange.num_uploads(self.uploads, len(fed.clients.eligible)):
-            found |= dict.fromkeys(
+            result |= dict.fromkeys(
                 ("explore", "explore_decay"), f"candidates = {self.candidates}, which is every block"
             )
         elif not self.explore:
-            found["explore_decay"] = "explore = 0"
-        return found
+            result["explore_decay"] = "explore = 0"
+        return result
 
     @override
     def init(self, fed: Federation, params: Tree) -> FedFomoState:

@@ -57,9 +57,9 @@ class Deliveries:
             asked: devices to which copies were sent.
             installed: devices that confirmed their copies.
         """
-        found = {}
+        result = {}
         for block in self.blocks:
             due = self.due(block)
             unheard = torch.tensor([client in asked and client not in installed for client in range(len(due))])
-            found[block] = due & unheard
-        return found
+            result[block] = due & unheard
+        return result

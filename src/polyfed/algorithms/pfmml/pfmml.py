@@ -147,10 +147,10 @@ class Pfmml(Algorithm[PfmmlState]):
 
     @override
     def idle_options(self, fed: Federation) -> dict[str, str]:
-        found = {"evaluate.unimodal": NO_GLOBAL}
+        result = {"evaluate.unimodal": NO_GLOBAL}
         if self.rule == "ratio":
-            found["price_per_second"] = "rule = 'ratio'"
-        return found
+            result["price_per_second"] = "rule = 'ratio'"
+        return result
 
     @override
     def init(self, fed: Federation, params: Tree) -> PfmmlState:

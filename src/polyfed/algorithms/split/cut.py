@@ -297,7 +297,7 @@ class Cut:
 
         Clients that fail or send false activations are added to `lost`, and each client's loss to `losses`.
         """
-        number, found = torch.tensor(step), dict[int, CutGradients]()
+        number, result = torch.tensor(step), dict[int, CutGradients]()
         heads = {} if COMMON in halves else self._head_gradients(fed, smashed, halves, number, lost)
         for k in order:
             sent, place = smashed[k], k if k in halves else COMMON
@@ -317,9 +317,9 @@ class Cut:
                 )
                 continue
             halves[place] = after
-            found[k] = CutGradients({m: fit.carry[f"{m}.cut"] for m in sent.activations}, number, sent.num_rows)
+            result[k] = CutGradients({m: fit.carry[f"{m}.cut"] for m in sent.activations}, number, sent.num_rows)
             losses[k] += float(heads[k].loss if self.u_shaped else last_loss(fit))
-        return found
+        return result
 
     def _as_cut(self, fed: Federation) -> Accept:
         """Return a check for `fed.ask`: a reply must have rows, with the activations of all modalities of the client.

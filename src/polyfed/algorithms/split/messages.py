@@ -82,8 +82,8 @@ def steps_before(local: Tree, step: Tensor) -> TrainingResult:
 
 def local_after(fit: TrainingResult, local: Tree) -> Tree:
     """Return the client's local state after a step."""
-    found = nested(WEIGHT, fit.params) | _moments(fit.moments)
-    return {name: found[name] for name in local}
+    result = nested(WEIGHT, fit.params) | _moments(fit.moments)
+    return {name: result[name] for name in local}
 
 
 def _moments(moments: Moments) -> Tree:

@@ -103,8 +103,8 @@ class SplitFed(Algorithm[SplitState]):
 
 def server_halves(params: Tree, cut: Cut, clients: Sequence[int], fed: Federation) -> dict[int, ServerHalf]:
     """Return a server's half for each client, with the blocks that the client owns."""
-    found = {}
+    result = {}
     for k in clients:
         own = {n: v for n, v in cut.upper(params).items() if block_of(n) in fed.clients[k].blocks}
-        found[k] = cut.fresh(fed.context.model, own)
-    return found
+        result[k] = cut.fresh(fed.context.model, own)
+    return result

@@ -130,18 +130,18 @@ def attributes(cls: type) -> dict[str, str]:
     """The entries under `Attributes:` of a class's own docstring, each on one line."""
     text = inspect.cleandoc(cls.__dict__.get("__doc__") or "")
     _, _, block = text.partition("Attributes:\n")
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     name = ""
     for line in block.splitlines():
         entry = re.match(r" {4}(\w+): (.*)", line)
         if entry:
             name = entry[1]
-            found[name] = entry[2].strip()
+            result[name] = entry[2].strip()
         elif line.strip() and name and line.startswith(" " * 8):
-            found[name] += f" {line.strip()}"
+            result[name] += f" {line.strip()}"
         elif line.strip():
             break
-    return found
+    return result
 
 
 def algorithm_list() -> list[dict[str, str]]:

@@ -89,12 +89,12 @@ def jobs_of(credentials: Path, action: str | None, number: int) -> tuple[Any, li
     """Do something with a job, or list all. Return what `polyfed jobs --json` prints, and what to print otherwise."""
     jobs = Jobs.of_server(credentials)
     if action is None:
-        found = [jobs.facts(job) for job in jobs.all()]
+        result = [jobs.facts(job) for job in jobs.all()]
         lines: list[RenderableType] = (
-            [job_table(found)] if found else ["there are no jobs; `polyfed submit --queue` adds one"]
+            [job_table(result)] if result else ["there are no jobs; `polyfed submit --queue` adds one"]
         )
         lines += [f"the record of job {one} is damaged: {jobs.place(one)}" for one in jobs.damaged()]
-        return {"jobs": found, "damaged": jobs.damaged()}, lines
+        return {"jobs": result, "damaged": jobs.damaged()}, lines
     job = jobs.get(number) if action == "show" else jobs.order(number, action)
     facts = jobs.facts(job)
     return facts, [job_facts(facts)] if action == "show" else [f"job {job.id} is {job.state}"]

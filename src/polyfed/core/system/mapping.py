@@ -54,9 +54,9 @@ def on_disk(tree: Mapping[str, Tensor], folder: Path) -> Tree:
         for name, value in tree.items()
         if value.nbytes >= LARGE and value.device.type == "cpu" and value.is_contiguous()
     }
-    found = clone({name: value for name, value in tree.items() if name not in large})
+    result = clone({name: value for name, value in tree.items() if name not in large})
     if not large:
-        return found
+        return result
     places, place = dict[str, int](), 0
     with tempfile.TemporaryFile(dir=folder) as file:
         for name, value in large.items():
@@ -67,5 +67,5 @@ def on_disk(tree: Mapping[str, Tensor], folder: Path) -> Tree:
         memory = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
     for name, value in large.items():
         flat = torch.frombuffer(memory, dtype=value.dtype, count=value.numel(), offset=places[name])
-        found[name] = flat.reshape(value.shape)
-    return {name: found[name] for name in tree}
+        result[name] = flat.reshape(value.shape)
+    return {name: result[name] for name in tree}

@@ -81,8 +81,8 @@ class Listing:
 def _stamp(path: Path | None) -> tuple[int, int] | None:
     if path is None or not path.exists():
         return None
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns
+    result = path.stat()
+    return result.st_size, result.st_mtime_ns
 
 
 def folder(path: Path, name: str, what: str) -> Path:
@@ -91,10 +91,10 @@ def folder(path: Path, name: str, what: str) -> Path:
     Raises:
         DataError: The folder is missing. `what` is the source's name, for the message.
     """
-    found = path / name if name else path
-    if not found.is_dir():
-        raise DataError(f"{what}: folder '{found}' is missing. See the layout in `polyfed data {what}`")
-    return found
+    result = path / name if name else path
+    if not result.is_dir():
+        raise DataError(f"{what}: folder '{result}' is missing. See the layout in `polyfed data {what}`")
+    return result
 
 
 def lines(path: Path, what: str) -> list[str]:
@@ -107,10 +107,10 @@ def lines(path: Path, what: str) -> list[str]:
         raise DataError(f"{what}: file '{path}' is missing. See the layout in `polyfed data {what}`")
     # published files contain a byte order mark and stray bytes of other encodings, but never in a name or a label
     # `splitlines` would also split a text at U+2028 or U+0085, which JSON allows inside of a string
-    found = [line for line in path.read_text("utf-8-sig", errors="replace").split("\n") if line.strip()]
-    if not found:
+    result = [line for line in path.read_text("utf-8-sig", errors="replace").split("\n") if line.strip()]
+    if not result:
         raise DataError(f"'{path}' is empty. Copy it again from the data set")
-    return found
+    return result
 
 
 def table(path: Path, columns: Sequence[str], what: str, delimiter: str = ",") -> list[dict[str, str]]:
@@ -124,14 +124,14 @@ def table(path: Path, columns: Sequence[str], what: str, delimiter: str = ",") -
     Raises:
         DataError: The file or a column is missing, or a line has more or fewer fields than the header.
     """
-    found = records(path, what, delimiter)
-    header = [name.strip() for name in found[0]]
+    result = records(path, what, delimiter)
+    header = [name.strip() for name in result[0]]
     for name in columns:
         if name not in header:
             raise DataError(f"'{path}' has no column '{name}'; {did_you_mean(name, header)}")
-    for number, record in enumerate(found[1:], 2):
+    for number, record in enumerate(result[1:], 2):
         _check_width(path, number, record, len(header))
-    return [dict(zip(header, record, strict=True)) for record in found[1:]]
+    return [dict(zip(header, record, strict=True)) for record in result[1:]]
 
 
 def records(path: Path, what: str, delimiter: str = ",", width: int | None = None) -> list[list[str]]:
@@ -149,15 +149,15 @@ def records(path: Path, what: str, delimiter: str = ",", width: int | None = Non
         raise DataError(f"{what}: file '{path}' is missing. See the layout in `polyfed data {what}`")
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
         if delimiter == "\t":  # a quotation mark in a tweet does not begin a quoted field
-            found = [record for record in csv.reader(file, delimiter=delimiter, quoting=csv.QUOTE_NONE) if record]
+            result = [record for record in csv.reader(file, delimiter=delimiter, quoting=csv.QUOTE_NONE) if record]
         else:
-            found = [record for record in csv.reader(file, delimiter=delimiter) if record]
-    if not found:
+            result = [record for record in csv.reader(file, delimiter=delimiter) if record]
+    if not result:
         raise DataError(f"'{path}' is empty. Copy it again from the data set")
     if width is not None:
-        for number, record in enumerate(found, 1):
+        for number, record in enumerate(result, 1):
             _check_width(path, number, record, width)
-    return found
+    return result
 
 
 def _check_width(path: Path, number: int, record: Sequence[str], width: int) -> None:

@@ -47,13 +47,13 @@ def prepare(
     require(workers >= 1, "workers", workers, "at least 1")
     require(on_corrupt in ("skip", "fail"), "on_corrupt", on_corrupt, "'skip' or 'fail'")
     source, target = _source(name, source_dir, options), Path(target_dir).expanduser()
-    found = Prepared.read(target)
-    if found is not None:
-        found.check(source.NAME, source.extractors(), source.chosen())
-        if source.matches(found) and not found.damaged():
+    result = Prepared.read(target)
+    if result is not None:
+        result.check(source.NAME, source.extractors(), source.chosen())
+        if source.matches(result) and not result.damaged():
             if listener is not None:
-                listener("prepare-unchanged", name=name, rows=found.num_rows)
-            return found
+                listener("prepare-unchanged", name=name, rows=result.num_rows)
+            return result
     return source.prepare(target, workers=workers, on_corrupt=on_corrupt, listener=listener)
 
 

@@ -71,14 +71,14 @@ class Prepared:
             content = json.loads(path.read_text(encoding="utf-8"))
             if content.pop("polyfed_features") != FORMAT:
                 raise ValueError("another format")
-            found = cls(folder=folder, **content)
-            if not all(Path(name).name == name and name.endswith(".npy") for name in found.arrays):
+            result = cls(folder=folder, **content)
+            if not all(Path(name).name == name and name.endswith(".npy") for name in result.arrays):
                 raise ValueError("it lists a file that is not an array of this folder")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise DataError(
                 f"'{path}' is not a manifest of this version of polyfed ({error}). Prepare into an empty folder"
             ) from error
-        return found
+        return result
 
     def incomplete(self) -> list[str]:
         """Return the files that are missing or differ in size from the manifest. This is quick: it opens no file."""

@@ -27,14 +27,14 @@ def read_wave(clip: Clip, rate: int) -> Wave:
         DataError: The file cannot be decoded as audio, or the part of it that is used contains no audio.
     """
     is_sound = Path(clip.path or "").suffix.lower() in _SOUND
-    wave, found = (_from_sound if is_sound else _from_video)(clip)
-    first = round(clip.start * found)
-    wave = wave[first : None if clip.end is None else round(clip.end * found)]
+    wave, result = (_from_sound if is_sound else _from_video)(clip)
+    first = round(clip.start * result)
+    wave = wave[first : None if clip.end is None else round(clip.end * result)]
     if len(wave) == 0:
         raise corrupt(clip, "holds no sound" if clip.part == (0.0, None) else f"holds no sound in {clip.part} s")
     if not np.isfinite(wave).all():
         raise corrupt(clip, "holds samples that are not finite")
-    return resampled(wave, found, rate)
+    return resampled(wave, result, rate)
 
 
 def resampled(wave: Wave, found: int, rate: int) -> Wave:

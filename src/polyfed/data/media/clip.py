@@ -67,10 +67,10 @@ class Clip:
             raise DataError(
                 f"'{self.path}' does not exist. Copy it from the data set, or prepare with on_corrupt='skip'"
             )
-        found = self.path.read_bytes()
-        if not found:
+        result = self.path.read_bytes()
+        if not result:
             raise DataError(f"'{self.path}' is empty (0 bytes). Fetch it again, or prepare with on_corrupt='skip'")
-        return found
+        return result
 
     def text(self) -> str:
         """The content as text; a file is read as UTF-8.
@@ -78,10 +78,10 @@ class Clip:
         Raises:
             DataError: The file is missing or empty, or the content is not text.
         """
-        found = self.content()
-        if not isinstance(found, bytes | str):
-            raise corrupt(self, f"is not text but a {type(found).__name__}")
-        return found.decode("utf-8", "replace") if isinstance(found, bytes) else found
+        result = self.content()
+        if not isinstance(result, bytes | str):
+            raise corrupt(self, f"is not text but a {type(result).__name__}")
+        return result.decode("utf-8", "replace") if isinstance(result, bytes) else result
 
     def stream(self) -> io.BytesIO:
         """The content as an open file.
@@ -89,16 +89,16 @@ class Clip:
         Raises:
             DataError: The file is missing or empty, or the content is not bytes.
         """
-        found = self.content()
-        if isinstance(found, str):
+        result = self.content()
+        if isinstance(result, str):
             raise DataError(
-                f"{_quoted(self.name)} holds the text {found[:40]!r} and no file. In a data set of the library "
+                f"{_quoted(self.name)} holds the text {result[:40]!r} and no file. In a data set of the library "
                 "`datasets`, write cast_column(COLUMN, datasets.Image()) and save_to_disk; or read paths in a table "
                 'by the source `table`, as in [data] columns = { COLUMN = "image" }'
             )
-        if not isinstance(found, bytes):
-            raise corrupt(self, f"is not a file but a {type(found).__name__}")
-        return io.BytesIO(found)
+        if not isinstance(result, bytes):
+            raise corrupt(self, f"is not a file but a {type(result).__name__}")
+        return io.BytesIO(result)
 
     def digest(self) -> str:
         """Return a hash of the content and of `part` (the sample's start and end), as hexadecimal digits."""
@@ -198,9 +198,9 @@ class Values(PlainExtractor):
             DataError: The cell does not hold finite numbers.
         """
         try:
-            found = np.atleast_1d(np.asarray(clip.content(), dtype=np.float32))
+            result = np.atleast_1d(np.asarray(clip.content(), dtype=np.float32))
         except (TypeError, ValueError) as error:
             raise corrupt(clip, f"is not an array of numbers ({error})") from error
-        if not np.isfinite(found).all():
+        if not np.isfinite(result).all():
             raise corrupt(clip, "holds numbers that are not finite")
-        return found
+        return result

@@ -44,8 +44,8 @@ class TextEmbedding(PlainExtractor):
         with torch.no_grad():
             states = network(input_ids=given["input_ids"], attention_mask=given["attention_mask"]).last_hidden_state
         vector = states[0, 0] if self.pool == "cls" else states[0].mean(0)
-        found: Floats = vector.float().numpy()
-        return found
+        result: Floats = vector.float().numpy()
+        return result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +100,10 @@ class ImageEmbedding(PlainExtractor):
         pooled = getattr(output, "pooler_output", None)
         if pooled is None:
             pooled = output.last_hidden_state.flatten(2).mean(2 if output.last_hidden_state.dim() == 4 else 1)
-        found: Floats = pooled.flatten().float().numpy()
-        if not np.isfinite(found).all():
+        result: Floats = pooled.flatten().float().numpy()
+        if not np.isfinite(result).all():
             raise corrupt(clip, "gives an embedding that is not finite")
-        return found
+        return result
 
 
 TextKind = Literal["embedding", "tokens"]

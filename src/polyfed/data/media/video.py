@@ -55,12 +55,12 @@ class Frames(PlainExtractor):
         times = _times(clip)
         chosen = self._chosen(_candidates(times, self.least), keys.key(clip.name.rpartition("/")[2], "frames"))
         wanted = set(chosen)
-        found = {
+        result = {
             place: fitted(frame.to_image(), self.size, "stretch")
             for place, (_, frame) in enumerate(_decoded(clip))
             if place in wanted
         }
-        return np.stack([found[place] for place in chosen], 1)
+        return np.stack([result[place] for place in chosen], 1)
 
     def _chosen(self, candidates: list[int], key: int) -> list[int]:
         while len(candidates) < self.count:

@@ -72,8 +72,8 @@ def labels_of(columns: Columns, rows: Rows) -> Rows:
         RecipeError: the labels are not classes.
     """
     refuse_targets(columns, "[clients] partition deals rows by their class")
-    found: Rows = columns.label.cpu().numpy()[rows]
-    return found
+    result: Rows = columns.label.cpu().numpy()[rows]
+    return result
 
 
 def split_by_counts(columns: Columns, rows: Rows, counts: Counts, key: int) -> RowSlices:

@@ -182,19 +182,19 @@ class ClientsSpec:
     @property
     def idle(self) -> dict[str, str]:
         """Return every option of a partition and of `missing_rows` that has no effect, with what makes it idle."""
-        found = self._idle_partitions()
+        result = self._idle_partitions()
         if self.missing_rows_pattern not in ("client", "label"):
-            found["missing_rows_concentration"] = f"missing_rows_pattern = '{self.missing_rows_pattern}'"
+            result["missing_rows_concentration"] = f"missing_rows_pattern = '{self.missing_rows_pattern}'"
         if self.missing_rows_pattern != "spans":
-            found["missing_rows_span"] = f"missing_rows_pattern = '{self.missing_rows_pattern}'"
+            result["missing_rows_span"] = f"missing_rows_pattern = '{self.missing_rows_pattern}'"
         if not self.drawn_shares:
-            found["row_split"] = "no share for personal_test, personal_validation or validation"
+            result["row_split"] = "no share for personal_test, personal_validation or validation"
         if self.row_split == "random" or not self.drawn_shares:
-            found["guard_rows"] = "row_split = 'random'" if self.drawn_shares else found["row_split"]
+            result["guard_rows"] = "row_split = 'random'" if self.drawn_shares else result["row_split"]
         if not self.loses_rows:
             options = ("pattern", "concentration", "span", "empty")
-            found |= dict.fromkeys((f"missing_rows_{option}" for option in options), "missing_rows = 0")
-        return found
+            result |= dict.fromkeys((f"missing_rows_{option}" for option in options), "missing_rows = 0")
+        return result
 
     def _idle_partitions(self) -> dict[str, str]:
         """Return the options of partitions that are not chosen, each with the setting that causes this."""

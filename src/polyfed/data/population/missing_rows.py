@@ -242,9 +242,9 @@ def _spans(columns: Columns, group: _Group, length: int) -> Rows:
     order = np.lexsort((group.rows, series))
     starts = np.flatnonzero(np.diff(series[order], prepend=series[order][:1] - 1))
     since = np.arange(len(order)) - np.repeat(starts, np.diff(np.append(starts, len(order))))
-    found = np.empty(len(order), np.int64)
-    found[order] = np.cumsum(since % length == 0) - 1
-    return found
+    result = np.empty(len(order), np.int64)
+    result[order] = np.cumsum(since % length == 0) - 1
+    return result
 
 
 def _refuse_empty_classes(columns: Columns, train: Shards, there: Flags, gone: Flags) -> None:

@@ -149,8 +149,8 @@ def _dealt(own: Shards | None, clients: ClientsSpec, names: Sequence[str], key: 
 def with_fitted_columns(population: Population) -> Population:
     """Return the population with numbers in place of words, empty cells and dates, as [data.columns] says."""
     shares = ((population.train[k], population.modalities(k)) for k in range(population.num_clients))
-    columns, told = fitted_to(population.columns, shares)
-    return replace(population, columns=columns, told=tuple(told) if any(told) else ())
+    columns, result = fitted_to(population.columns, shares)
+    return replace(population, columns=columns, told=tuple(result) if any(result) else ())
 
 
 OWN_VALIDATION = 3
@@ -404,7 +404,7 @@ def _warn_of_labels(population: Population) -> None:
 
 def _classes(label: Tensor, rows: Tensor, num_classes: int) -> Tensor:
     """Return which classes occur in these rows, bool (C,)."""
-    found = torch.zeros(num_classes, dtype=torch.bool)
+    result = torch.zeros(num_classes, dtype=torch.bool)
     for piece in torch.split(rows, 65_536):
-        found[label[piece]] = True
-    return found
+        result[label[piece]] = True
+    return result

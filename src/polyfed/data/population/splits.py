@@ -80,11 +80,11 @@ def held_out_blocks(columns: Columns, roles: Tensor, shares: Sequence[tuple[int,
     Returns:
         The new roles, int8 (N,).
     """
-    found = roles.numpy().copy()
+    result = roles.numpy().copy()
     client = np.zeros(len(columns), np.int64) if columns.client is None else columns.client.cpu().numpy()
     label = columns.label.cpu()
     classes = np.zeros(len(columns), np.int64) if label.is_floating_point() else label.numpy()
-    free = np.flatnonzero(found == OWN_TRAIN)
+    free = np.flatnonzero(result == OWN_TRAIN)
     order = free[np.lexsort((free, classes[free], client[free]))]
     first = _starts(client[order])
     place, begin, end = np.arange(len(order)) - first, _starts(client[order], classes[order]) - first, first * 0
@@ -92,19 +92,19 @@ def held_out_blocks(columns: Columns, roles: Tensor, shares: Sequence[tuple[int,
     left = end - place  # of the rows of this class, from this one on
     for role, share in shares:
         count = share_of(share, end) - share_of(share, begin)
-        found[order[(left > 0) & (left <= count)]] = role
+        result[order[(left > 0) & (left <= count)]] = role
         left = left - count
-    rows = np.flatnonzero(found >= 0)
+    rows = np.flatnonzero(result >= 0)
     rows = rows[np.lexsort((rows, client[rows]))]
     ranks = np.zeros(len(rows), np.int64)
     for rank, (role, _) in enumerate(reversed(shares), 1):
-        ranks[found[rows] == role] = rank
+        ranks[result[rows] == role] = rank
     for away in range(1, min(guard, len(rows) - 1) + 1):
         before, after = rows[:-away], rows[away:]
         same, step = client[before] == client[after], ranks[away:] - ranks[:-away]
-        found[before[same & (step > 0)]] = GUARD
-        found[after[same & (step < 0)]] = GUARD
-    return torch.from_numpy(found)
+        result[before[same & (step > 0)]] = GUARD
+        result[after[same & (step < 0)]] = GUARD
+    return torch.from_numpy(result)
 
 
 def _starts(*keys_of: np.ndarray) -> np.ndarray:

@@ -104,18 +104,18 @@ def _chosen(people: np.ndarray, clients: ClientsSpec, key: int, names: tuple[str
         part: np.ndarray = np.array_split(order, clients.folds)[clients.fold - 1]
         return np.asarray(people[part])
     if isinstance(wanted, list):
-        found = np.array([_number_of(one, people, names) for one in wanted])
+        result = np.array([_number_of(one, people, names) for one in wanted])
     else:
         assert wanted is not None
         count = max(1, round(wanted * total))
-        found = people[keys.choice(keys.key(key, "test clients"), total, count)]
-    if len(set(found.tolist())) >= total:
+        result = people[keys.choice(keys.key(key, "test clients"), total, count)]
+    if len(set(result.tolist())) >= total:
         raise RecipeError(
             f"[clients] test_clients = {wanted}: all {total} natural clients would be test clients, and nobody would "
             "train. Hold out fewer",
             ("clients", "test_clients"),
         )
-    return found
+    return result
 
 
 def _number_of(wanted: int | str, people: np.ndarray, names: tuple[str, ...] | None) -> int:

@@ -54,10 +54,10 @@ def existing(path: str | Path, what: str) -> Path:
     Raises:
         DataError: The path does not exist; the message contains `what`, the description of the wanted data.
     """
-    found = Path(path).expanduser()
-    if not found.exists():
-        raise DataError(f"{what}: '{found}' does not exist (looked from '{Path.cwd()}'). Give the right data path")
-    return found
+    result = Path(path).expanduser()
+    if not result.exists():
+        raise DataError(f"{what}: '{result}' does not exist (looked from '{Path.cwd()}'). Give the right data path")
+    return result
 
 
 class Arrays:

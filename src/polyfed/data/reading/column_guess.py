@@ -61,8 +61,8 @@ def grouped(columns: Iterable[str], lists: Iterable[str] = ()) -> dict[str, list
 
 def is_numbered(group: Sequence[str]) -> bool:
     """Whether columns differ only in a number at their end, so that they may be the positions of one sequence."""
-    found = [_NUMBERED.fullmatch(column) for column in group]
-    return len(group) > 1 and len({match[1] if match else None for match in found}) == 1 and found[0] is not None
+    result = [_NUMBERED.fullmatch(column) for column in group]
+    return len(group) > 1 and len({match[1] if match else None for match in result}) == 1 and result[0] is not None
 
 
 def _named(groups: Mapping[str, list[str]]) -> dict[str, list[str]]:
@@ -72,7 +72,7 @@ def _named(groups: Mapping[str, list[str]]) -> dict[str, list[str]]:
         DataError: a name has no letter or digit that is allowed, or two names become equal.
     """
     problems = Problems()
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     origin: dict[str, str] = {}
     for name, group in groups.items():
         short = identifier(name)
@@ -84,12 +84,12 @@ def _named(groups: Mapping[str, list[str]]) -> dict[str, list[str]]:
                     f"_ only: {cure}"
                 )
             )
-        elif short in found:
+        elif short in result:
             problems.add(DataError(f"the columns '{origin[short]}' and '{name}' both give the name '{short}': {cure}"))
         else:
-            found[short], origin[short] = group, name
+            result[short], origin[short] = group, name
     problems.raise_all()
-    return found
+    return result
 
 
 def identifier(name: str) -> str:
@@ -113,15 +113,15 @@ def column_names(modalities: Any) -> dict[str, str | list[str]]:
             f"modalities = {modalities!r}: for a data frame or a table, give a dictionary from the name of each "
             "modality to its columns, as in modalities={'audio': 'audio_*'}"
         )
-    found: dict[str, str | list[str]] = {}
+    result: dict[str, str | list[str]] = {}
     for name, given in modalities.items():
         group = [given] if isinstance(given, str | Integral) or not isinstance(given, Iterable) else list(given)
         if not group or not all(isinstance(word, str | Integral) for word in group):
             raise RecipeError(
                 f"modalities['{name}'] = {given!r}: give the name of a column, a pattern with `*`, or a list of these"
             )
-        found[str(name)] = given if isinstance(given, str) else [str(word) for word in group]
-    return found
+        result[str(name)] = given if isinstance(given, str) else [str(word) for word in group]
+    return result
 
 
 def chosen(modalities: Mapping[str, str | Sequence[str]], columns: Sequence[str], where: str) -> dict[str, list[str]]:
@@ -137,10 +137,10 @@ def chosen(modalities: Mapping[str, str | Sequence[str]], columns: Sequence[str]
             faults.
     """
     problems = Problems()
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     owner: dict[str, str] = {}
     for modality, given in modalities.items():
-        found[modality] = []
+        result[modality] = []
         for word in [given] if isinstance(given, str) else given:
             matching = [column for column in columns if column == word or fnmatchcase(column, word)]
             if not matching:
@@ -150,9 +150,9 @@ def chosen(modalities: Mapping[str, str | Sequence[str]], columns: Sequence[str]
                 if owner.setdefault(column, modality) != modality:
                     text = f"{where}: column '{column}' is named by the modalities '{owner[column]}' and '{modality}'"
                     problems.add(DataError(f"{text}. Name it once"))
-            found[modality] += [column for column in matching if column not in found[modality]]
+            result[modality] += [column for column in matching if column not in result[modality]]
     problems.raise_all()
-    return found
+    return result
 
 
 WRITTEN = re.compile(r"\s*[-+]?(\d+([.,]\d*)?|[.,]\d+)([eE][-+]?\d+)?\s*")
@@ -223,8 +223,8 @@ class Guess:
 
     def _cure(self, columns: Iterable[str]) -> str:
         """Return the sentence that makes numbers of these columns, or nothing if no rule fits them."""
-        found = {column: self.rules[column] for column in columns if column in self.rules}
-        return f"To train on {', '.join(found)}, write {suggestion(found)}. " if found else ""
+        result = {column: self.rules[column] for column in columns if column in self.rules}
+        return f"To train on {', '.join(result)}, write {suggestion(result)}. " if result else ""
 
     @property
     def doubtful(self) -> tuple[str, ...]:
@@ -234,10 +234,10 @@ class Guess:
     @property
     def doubts(self) -> tuple[str, ...]:
         """A warning about columns that may be no inputs, if there are any."""
-        told = ", ".join(f"'{column}' {why}" for column, why in self.suspects.items())
+        result = ", ".join(f"'{column}' {why}" for column, why in self.suspects.items())
         options = [("--leave-out", column) for column in [*self.suspects][:MOST_NAMED]]
         words = again(*options, otherwise=f"polyfed init: {' '.join(map(shlex.join, options))}")
-        return (f"{MAY_BE_NONE}: {told}. Leave them out ({words})",) if told else ()
+        return (f"{MAY_BE_NONE}: {result}. Leave them out ({words})",) if result else ()
 
     @property
     def rest(self) -> str:
@@ -269,25 +269,25 @@ def guessed(frame: "pd.DataFrame", special: Iterable[str], rules: Mapping[str, C
     Raises:
         DataError: the names of some columns cannot be made into a valid name for a modality.
     """
-    found: dict[str, list[str]] = {"number": [], "list": [], "text": [], "unnamed": [], "date": []}
+    result: dict[str, list[str]] = {"number": [], "list": [], "text": [], "unnamed": [], "date": []}
     for column in frame.columns:
         if column in special:
             continue
         if column in (rules or {}):
-            found["list" if (rules or {})[column].is_whole else "number"].append(column)
+            result["list" if (rules or {})[column].is_whole else "number"].append(column)
         elif not UNNAMED.fullmatch(column):
-            found["date" if are_dates(frame[column]) else kind_of(frame[column])].append(column)
+            result["date" if are_dates(frame[column]) else kind_of(frame[column])].append(column)
         elif not frame[column].isna().all():
-            found["unnamed"].append(column)
-    alone = not found["number"] and not found["list"]  # then texts are what the model is to read
-    left = {column: rule_for(frame[column], alone=alone) for column in (*found["text"], *found["date"])}
+            result["unnamed"].append(column)
+    alone = not result["number"] and not result["list"]  # then texts are what the model is to read
+    left = {column: rule_for(frame[column], alone=alone) for column in (*result["text"], *result["date"])}
     return Guess(
-        grouped(found["number"], found["list"]),
-        tuple(found["text"]),
-        tuple(found["unnamed"]),
-        tuple(found["date"]),
+        grouped(result["number"], result["list"]),
+        tuple(result["text"]),
+        tuple(result["unnamed"]),
+        tuple(result["date"]),
         {column: rule for column, rule in left.items() if rule is not None},
-        {column: why for column in found["number"] if (why := _suspicion(column, frame[column]))},
+        {column: why for column in result["number"] if (why := _suspicion(column, frame[column]))},
     )
 
 

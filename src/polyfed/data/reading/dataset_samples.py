@@ -238,12 +238,12 @@ def _usual_keys(samples: Sequence[Any], given: Given) -> dict[str, str]:
 
     A role is skipped if the caller gives a key for it, or if its usual key is the name of a modality.
     """
-    found = {}
+    result = {}
     for role, key in (("clients", "client"), ("split", "split")):
         free = not isinstance(getattr(given, role), str) and key not in (given.modalities or ())
         if free and any(key in parts for sample in samples if isinstance(parts := _parts(sample), Mapping)):
-            found[role] = key
-    return found
+            result[role] = key
+    return result
 
 
 def _parts(sample: Any) -> Any:

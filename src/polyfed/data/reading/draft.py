@@ -242,10 +242,10 @@ def _labels(draft: Draft, gone: NDArray[np.bool_] | None, given: Given) -> Label
                 problems.attempt(lambda: labels_of(rest, where, draft.class_names, numeric=draft.numeric))
             problems.raise_all()
         values = np.where(gone, array[~gone][:1], array)
-    found = labels_of(values, draft.place("label"), draft.class_names, numeric=draft.numeric)
+    result = labels_of(values, draft.place("label"), draft.class_names, numeric=draft.numeric)
     if draft.known is None:
-        return found
-    known, shape = np.asarray(draft.known), tuple(found.values.shape)
+        return result
+    known, shape = np.asarray(draft.known), tuple(result.values.shape)
     if known.shape == (*shape, 1):  # labels (N, 1) became (N,)
         known = known[:, 0]
     if known.dtype != np.bool_ or known.shape != shape:
@@ -253,8 +253,8 @@ def _labels(draft: Draft, gone: NDArray[np.bool_] | None, given: Given) -> Label
             f"{draft.place('known')} says which labels are known; it must be bool {shape}, not {known.dtype} "
             f"{known.shape}"
         )
-    values = found.values.to(torch.float32).masked_fill(torch.from_numpy(~known), torch.nan)
-    return replace(found, values=values, num_classes=num_targets(values))
+    values = result.values.to(torch.float32).masked_fill(torch.from_numpy(~known), torch.nan)
+    return replace(result, values=values, num_classes=num_targets(values))
 
 
 def _marked(draft: Draft, name: str, there: Tensor) -> Tensor:

@@ -84,9 +84,9 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, given: Given, problems
                 cut[modality] = read.cut
                 cures |= {modality: read.cure} if read.cure else {}
             notes += [f"modality '{modality}': {read.note}"] if read.note else []
-    found: dict[str, Any] = {"labels": labels, "modalities": values}
+    result: dict[str, Any] = {"labels": labels, "modalities": values}
     if labels is None and given.label_columns and "labels" not in given.optional:
-        found["labels"] = np.zeros(len(frame), np.int64)  # the fault is among the problems
+        result["labels"] = np.zeros(len(frame), np.int64)  # the fault is among the problems
     names = given.label_columns if len(given.label_columns) > 1 else levels
     facts_of: dict[str, Any] = {"clients": clients, "split": split, "split_personal": personal, "class_names": names}
     facts_of["ids"] = "rows" if ids is None else ids
@@ -96,7 +96,7 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, given: Given, problems
     told |= {"names": {modality: tuple(group) for modality, group in groups.items()}}
     told["origin"] = origin_of(groups, given.label_columns, list(frame.columns))
     told["called"] = _called(given, frame)
-    return Draft(name=name, where=where, **(told | found | facts_of | more))
+    return Draft(name=name, where=where, **(told | result | facts_of | more))
 
 
 def _called(given: Given, frame: "pd.DataFrame") -> dict[str, str]:
@@ -203,20 +203,20 @@ def _labels(frame: "pd.DataFrame", given: Given, where: str) -> tuple[Any, tuple
         return np.stack(targets, 1), None
     if (ordered := ordered_words(frame[given.labels])) is not None:
         return ordered
-    found = _facts(frame, given.labels)
-    if found.dtype.kind == "f" and len(found):
-        gone = np.isnan(found)
-        if gone.any() and (found[~gone] == np.round(found[~gone])).all():  # whole numbers, except for empty cells
-            found = np.array([None if np.isnan(number) else int(number) for number in found], dtype=object)
-    return found, None
+    result = _facts(frame, given.labels)
+    if result.dtype.kind == "f" and len(result):
+        gone = np.isnan(result)
+        if gone.any() and (result[~gone] == np.round(result[~gone])).all():  # whole numbers, except for empty cells
+            result = np.array([None if np.isnan(number) else int(number) for number in result], dtype=object)
+    return result, None
 
 
 def _facts(frame: "pd.DataFrame", column: str) -> NDArray[Any]:
     """Return a column as a NumPy array: numbers unchanged, words and anything else as objects."""
     series = frame[column]
     if series.dtype.kind in "iufb" and hasattr(series.dtype, "itemsize") and not hasattr(series.array, "_mask"):
-        found: NDArray[Any] = series.to_numpy()
-        return found
+        result: NDArray[Any] = series.to_numpy()
+        return result
     return np.array([None if is_missing(cell) else cell for cell in series.tolist()], dtype=object)
 
 

@@ -125,9 +125,9 @@ def with_masks(present: Mapping[str, Any], masks: Any) -> dict[str, Any]:
         RecipeError: `masks` is not a dictionary.
         DataError: a mask holds values other than true and false.
     """
-    found = dict(present)
+    result = dict(present)
     if masks is None:
-        return found
+        return result
     _refuse_no_dictionary("present", masks, "mask")
     for name, mask in masks.items():
         array: NDArray[Any] = as_array(mask, f"data: present['{name}']")
@@ -136,10 +136,10 @@ def with_masks(present: Mapping[str, Any], masks: Any) -> dict[str, Any]:
                 f"data: present['{name}'] holds other values than true and false. Give an array with true for each "
                 "row that has the modality"
             )
-        known = found.get(name)
+        known = result.get(name)
         fits = known is not None and np.shape(known) == array.shape
-        found[name] = array.astype(bool) & known if fits else array.astype(bool)
-    return found
+        result[name] = array.astype(bool) & known if fits else array.astype(bool)
+    return result
 
 
 def _refuse_no_dictionary(name: str, value: Any, entry: str) -> None:

@@ -97,16 +97,16 @@ def same_order(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the splits with their columns in the order of the first split, since features are read in this order."""
     parts = list(data.items())
     first = dict.fromkeys(getattr(parts[0][1], "columns" if is_frame(parts[0][1]) else "column_names", ()))
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, part in parts:
         held = list(getattr(part, "columns" if is_frame(part) else "column_names", ()))
         known = set(held)
         if len(known) < len(held) or not first:
-            found[name] = part
+            result[name] = part
             continue
         order = [column for column in first if column in known] + [column for column in held if column not in first]
-        found[name] = part[order] if is_frame(part) else part.select_columns(order) if held != order else part
-    return found
+        result[name] = part[order] if is_frame(part) else part.select_columns(order) if held != order else part
+    return result
 
 
 def join_arrays(arrays: Sequence[Any], name: str, problems: Problems) -> Any:
@@ -448,7 +448,7 @@ def _named(data: Any, given: Given) -> tuple[Any, tuple[str, ...] | None]:
     Numbers of labels, clients and splits become the names that they stand for, because another split may list the same
     names in another order.
     """
-    frame, found = data.to_pandas(), None
+    frame, result = data.to_pandas(), None
     for role, usual in (("labels", "label"), ("clients", "client"), ("split", "split")):
         value = getattr(given, role)
         column = value if isinstance(value, str) else usual
@@ -457,8 +457,8 @@ def _named(data: Any, given: Given) -> tuple[Any, tuple[str, ...] | None]:
         if names is not None and column in frame.columns and not renamed:
             words = [names[int(number)] if number == number and number >= 0 else None for number in frame[column]]
             frame[column] = np.array(words, dtype=object)
-            found = tuple(names) if role == "labels" else found
-    return frame, found
+            result = tuple(names) if role == "labels" else result
+    return frame, result
 
 
 def refuse_other_names(data: Mapping[str, Any], given: Given) -> None:

@@ -327,10 +327,10 @@ def plain(values: Any, where: str) -> NDArray[Any]:
                 f"{2**63 - 1:,}. Correct it, or give words"
             )
     try:
-        found = np.asarray(entries)
+        result = np.asarray(entries)
     except ValueError:
         raise DataError(_UNEQUAL.format(where)) from None
-    return found if array.ndim == 1 else found.reshape(array.shape)
+    return result if array.ndim == 1 else result.reshape(array.shape)
 
 
 def _words(array: NDArray[Any], where: str, names: Sequence[str] | None) -> Labels:

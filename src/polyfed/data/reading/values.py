@@ -39,9 +39,9 @@ def unmasked(values: Any) -> Any:
         return values.data
     if values.dtype.kind == "f":
         return np.where(mask, np.nan, values.data).astype(values.dtype)
-    found = values.data.astype(object)
-    found[mask] = None
-    return found
+    result = values.data.astype(object)
+    result[mask] = None
+    return result
 
 
 def is_list(cell: Any) -> bool:

@@ -112,9 +112,9 @@ class MediaSet(Source):
         settings = repr((str(root.resolve()), sorted(self.chosen().items()), self.extractors()))
         digest = hashlib.sha256(settings.encode()).hexdigest()[:16]
         folder = _cache(self.cache) / f"{self.NAME}-{digest}"
-        found = Prepared.read(folder)
-        if found is not None and self.matches(found) and not found.incomplete():
-            return found
+        result = Prepared.read(folder)
+        if result is not None and self.matches(result) and not result.incomplete():
+            return result
         return self.prepare(folder)
 
 

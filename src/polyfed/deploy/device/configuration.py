@@ -194,13 +194,13 @@ def policy_on(node: NodeConfig, recipe: Recipe, modalities: tuple[str, ...]) -> 
     """
     # several sites may use the same policy file, so it may have rows for modalities that this device lacks
     rows = tuple(dict.fromkeys((*recipe.model.modalities, *modalities, *node.held)))
-    told = Policy.parse(recipe.egress, rows, guards=recipe.egress).for_client(node.held)
+    result = Policy.parse(recipe.egress, rows, guards=recipe.egress).for_client(node.held)
     rules = node.rules
     if not rules.path:
-        return Policy().for_client(node.held).stricter(told)
+        return Policy().for_client(node.held).stricter(result)
     guards = guards_among(rules.egress, rows)
     own = Policy.parse(rules.egress, rows, f"policy {rules.path}: [egress]", guards=guards)
-    return own.for_client(node.held).stricter(told)
+    return own.for_client(node.held).stricter(result)
 
 
 def recipe_on(node: NodeConfig, path: Path, overrides: Sequence[str] = ()) -> Recipe:

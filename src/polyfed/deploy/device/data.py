@@ -75,8 +75,8 @@ def population_on(
     if node.id_key and not columns.numbered:
         columns = replace(columns, ids=pseudonyms(columns.ids, Path(node.id_key)))
     vet(len(columns.rows(TRAIN)))
-    told = statistics(columns, columns.rows(TRAIN), least=least) if facts is None else {}
-    columns = _encoded(columns, told, facts, node)
+    result = statistics(columns, columns.rows(TRAIN), least=least) if facts is None else {}
+    columns = _encoded(columns, result, facts, node)
     if facts is not None:
         _check_fits(columns, facts, node, task_of(recipe).OF_CLASSES)
         columns = replace(columns, num_classes=facts.num_classes, class_names=None)
@@ -91,7 +91,7 @@ def population_on(
         test_rows=own[:0],
         validation_rows=own[:0],
         own_validation=_only(node.client, validation) if len(validation) else None,
-        told=({},) * node.client + (told,) if told else (),
+        told=({},) * node.client + (result,) if result else (),
     )
 
 

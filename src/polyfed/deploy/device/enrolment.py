@@ -40,7 +40,7 @@ def enrolment(
         return reason(REFUSED, None, why)
     statistics = population.told[client] if population.told else {}
     refuse_forbidden(statistics, policy, client)
-    told = Enrolment(
+    result = Enrolment(
         client=client,
         rows=known.num_rows,
         modalities=known.modalities,
@@ -57,7 +57,7 @@ def enrolment(
         uneven=columns.standardise if isinstance(columns.standardise, tuple) else (),
         columns={name: dict(own) for name, own in statistics.items()},
     )
-    return Packet(told.header())
+    return Packet(result.header())
 
 
 def _enough(population: Population, own: Shards | None, client: int, limits: Limits, objective: Objective) -> bool:

@@ -369,12 +369,12 @@ def _from(path: Path, folder: Path) -> str:
 
 def _placed(wanted: Wanted, stage: Path) -> Joined:
     """Put the prepared files into their place, over no file that exists, and delete the folder of the preparation."""
-    told = parse_toml((stage / DEVICE).read_text(encoding="utf-8"))
+    result = parse_toml((stage / DEVICE).read_text(encoding="utf-8"))
     for name in (name for name in wanted.written if not _same(stage / name, wanted.folder / name)):
         _put(stage / name, wanted.folder / name)
     sync(wanted.folder)
     shutil.rmtree(stage)
-    return Joined(told["server"], told["device"][0]["client"], wanted.folder / DEVICE, wanted.written)
+    return Joined(result["server"], result["device"][0]["client"], wanted.folder / DEVICE, wanted.written)
 
 
 def _put(source: Path, target: Path) -> None:

@@ -136,16 +136,16 @@ def _inspected(recipe: Recipe, node: NodeConfig) -> Inspection:
     purposes, evaluates = node.rules.purposes, isinstance(recipe.algorithm, Evaluate)
     why = purposes.refusal(recipe.deployment.purpose, datetime.now(UTC), evaluates)
     lacking = (*([why] if why else []), *unfit_options(limits, recipe), *_lacking(required, recipe, node))
-    told: dict[str, Any] = {"limits": limits.sentences(), "required": required.sentences(), "unchecked": unchecked}
-    told["purposes"] = purposes.sentences()
+    result: dict[str, Any] = {"limits": limits.sentences(), "required": required.sentences(), "unchecked": unchecked}
+    result["purposes"] = purposes.sentences()
     if population is None or not node.data:
         breaches = (*limits.foreseen(train, recipe.rounds, None), *lacking)
-        return Inspection(node, policy, None, {}, 0, planned, breaches, **told)
+        return Inspection(node, policy, None, {}, 0, planned, breaches, **result)
     own = population.test
     rows = (int(population.train.sizes[node.client]), 0 if own is None else int(own.sizes[node.client]))
     shapes = {name: column.shape for name, column in population.columns.modalities.items()}
     breaches = (*limits.foreseen(train, recipe.rounds, rows[0]), *lacking)
-    return Inspection(node, policy, rows, shapes, population.columns.num_classes, planned, breaches, **told)
+    return Inspection(node, policy, rows, shapes, population.columns.num_classes, planned, breaches, **result)
 
 
 def _of_the_recipe(recipe: Recipe, rules: DevicePolicy) -> tuple[Recipe, Population | None, str]:

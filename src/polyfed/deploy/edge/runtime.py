@@ -115,8 +115,8 @@ class AtEdge:
             why = (
                 "the sample ids of its devices do not fit each other, or they share none; the log of the edge says more"
             )
-            told = reason(FAILED, request_id, f"{who}: {why}")
-            return Packet(told.header | {"fault": DATA})
+            result = reason(FAILED, request_id, f"{who}: {why}")
+            return Packet(result.header | {"fault": DATA})
         except (PolyfedError, OSError) as error:
             log_problem(f"{who}: {error}")
             return reason(FAILED, request_id, f"{who}: {in_short(error)}")
@@ -304,18 +304,18 @@ class AtWork:
         self.engine.ledger.book(entry)
         try:
             running = {silo: part(silo, self._members, kept, self.engine.to_device(got), self.fed)}
-            found = in_lockstep(self.fed, running)
+            result = in_lockstep(self.fed, running)
         except DataError as error:
             log_problem(f"the edge of silo {silo}: {error}")
             raise Unfit from error
-        if silo in found.missing:
-            raise TooFewReplies(found.missing[silo])
-        return found, found.kept[silo]
+        if silo in result.missing:
+            raise TooFewReplies(result.missing[silo])
+        return result, result.kept[silo]
 
     @property
     def _members(self) -> list[int]:
-        found: list[int] = self.recipe.algorithm.devices(self.fed).get(self.edge.silo, [])  # type: ignore[attr-defined]
-        return found
+        result: list[int] = self.recipe.algorithm.devices(self.fed).get(self.edge.silo, [])  # type: ignore[attr-defined]
+        return result
 
     def _owned(self, client: int) -> tuple[str, ...]:
         return self.fed.clients.owned(client)
@@ -404,11 +404,11 @@ def _known(edge: EdgeConfig) -> tuple[list[Enrolment], dict[int, str]]:
         BadReply: they have not enrolled.
     """
     try:
-        told = parse_json((edge.node.folder / DEVICES).read_text())
+        result = parse_json((edge.node.folder / DEVICES).read_text())
     except (OSError, ValueError):
         raise BadReply("came before the silo had enrolled; start the run again") from None
-    nodes = {int(client): node for client, node in told["nodes"].items()}
-    return [Enrolment.read(one) for one in told["devices"]], nodes
+    nodes = {int(client): node for client, node in result["nodes"].items()}
+    return [Enrolment.read(one) for one in result["devices"]], nodes
 
 
 def _packed(kept: Any) -> Tree:

@@ -66,14 +66,14 @@ def _receipt_of(answer: Packet | str, run: str, client: int, own: ClientLedger) 
         raise ValueError(answer)
     if answer.header.get("verdict") != SIGNED:
         raise ValueError(str(answer.header.get("reason")))
-    told = receipt_in(answer.header)
-    said, left = told["receipt"], own.unanswered[:MOST_UNANSWERED]
+    result = receipt_in(answer.header)
+    said, left = result["receipt"], own.unanswered[:MOST_UNANSWERED]
     if (said["run"], said["client"], said["unanswered"]) != (run, client, [list(place) for place in left]):
         raise ValueError("its receipt is for another run or client, or leaves out other requests")
-    if not is_signed(told["key"], RECEIPT, said, told["signature"]):
+    if not is_signed(result["key"], RECEIPT, said, result["signature"]):
         raise ValueError("its receipt is not signed by the key that it names")
-    if "tie" in told and not is_tied(told["tie"], told["key"]):
+    if "tie" in result and not is_tied(result["tie"], result["key"]):
         raise ValueError("the key of its log is not signed by the key of a device")
     if said["root"] != own.without(left).root:
         LOGGER.warning("client %d has signed another ledger than this server's: `polyfed audit-log reconcile`", client)
-    return told
+    return result

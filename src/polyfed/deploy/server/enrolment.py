@@ -229,11 +229,11 @@ class Admission:
         holds = torch.zeros(size, len(columns.modalities), dtype=torch.bool)
         silo = torch.full((size,), -1)
         counted = capped_rows(self.clients, self.recipe.deployment.rows_cap, emit)
-        for told in self.clients:
-            rows[told.client], tested[told.client] = counted[told.client], int(told.tested)
-            validated[told.client] = int(told.validated)
-            holds[told.client] = torch.tensor([name in told.modalities for name in columns.modalities])
-            silo[told.client] = -1 if told.silo is None else told.silo
+        for result in self.clients:
+            rows[result.client], tested[result.client] = counted[result.client], int(result.tested)
+            validated[result.client] = int(result.validated)
+            holds[result.client] = torch.tensor([name in result.modalities for name in columns.modalities])
+            silo[result.client] = -1 if result.silo is None else result.silo
         return Population(
             columns=columns,
             train=_elsewhere(rows),
@@ -274,10 +274,10 @@ def capped_rows(clients: Sequence[Enrolment], cap: float, emit: Emitter) -> dict
     """
     reported = [told.rows for told in clients if told.rows]
     most = int(cap * statistics.median_low(reported)) if cap and reported else max(reported, default=0)
-    for told in clients:
-        if told.rows > most:
+    for result in clients:
+        if result.rows > most:
             counted = f"{most} count ([deployment] rows_cap = {cap:g})"
-            emit("note", text=f"WARNING: client {told.client} reports {told.rows} rows; {counted}")
+            emit("note", text=f"WARNING: client {result.client} reports {result.rows} rows; {counted}")
     return {told.client: min(told.rows, most) for told in clients}
 
 
@@ -478,8 +478,8 @@ _V = TypeVar("_V", bound=Hashable)
 def majority(votes: Iterable[_V]) -> _V | None:
     """Return the value with more than half of the votes, or None."""
     counts = Counter(votes)
-    found = counts.most_common(1)
-    return found[0][0] if found and 2 * found[0][1] > counts.total() else None
+    result = counts.most_common(1)
+    return result[0][0] if result and 2 * result[0][1] > counts.total() else None
 
 
 def _elsewhere(sizes: torch.Tensor) -> Shards:

@@ -51,9 +51,9 @@ def _add_monitors(hub: HubServer, ports: ServerPorts, statuses: Path) -> None:
     require_prometheus()
 
     def facts() -> dict[str, Any]:
-        found = sorted(statuses.glob("*/"), key=lambda one: one.stat().st_mtime, reverse=True)[:SHOWN]
+        result = sorted(statuses.glob("*/"), key=lambda one: one.stat().st_mtime, reverse=True)[:SHOWN]
         ends = {"certificate_ends": time.time() + days_left(hub.credentials) * 24 * 3600}
-        return {**hub.hub.facts(), **ends, "runs": [one.name for one in found], **Jobs(hub.credentials).shown(SHOWN)}
+        return {**hub.hub.facts(), **ends, "runs": [one.name for one in result], **Jobs(hub.credentials).shown(SHOWN)}
 
     token = token_at(hub.credentials / TOKEN)
     if ports.metrics_port:

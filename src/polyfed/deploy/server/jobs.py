@@ -162,11 +162,11 @@ class Jobs:
 
     def all(self) -> list[Job]:
         """Return the jobs in the order in which they were submitted. A record that cannot be read is left out."""
-        found = []
+        result = []
         for number in self._numbers():
             with suppress(PolyfedError):
-                found.append(self.get(number))
-        return found
+                result.append(self.get(number))
+        return result
 
     def shown(self, most: int) -> dict[str, Any]:
         """Return what a status shows: facts about `jobs`, those that run and the latest others, at most `most` in all
@@ -192,7 +192,7 @@ class Jobs:
         """
         path = self.place(number) / RECORD
         try:
-            told = parse_json(path.read_text(encoding="utf-8"))
+            result = parse_json(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             known = ", ".join(map(str, self._numbers())) or "none"
             raise RecipeError(f"there is no job {number} in {self.credentials}; its jobs: {known}") from None
@@ -200,11 +200,11 @@ class Jobs:
             raise CheckpointError(
                 f"{path} is damaged: {error}. Restore it from a copy, or remove {path.parent}"
             ) from None
-        if not _is_record(told, number):
+        if not _is_record(result, number):
             raise CheckpointError(
                 f"{path} is no record of job {number}. Restore it from a copy, or remove {path.parent}"
             )
-        return Job(**told)
+        return Job(**result)
 
     def add(self, files: Sequence[Path], **facts: Any) -> Job:
         """Put a job into the queue.
@@ -286,8 +286,8 @@ class Jobs:
         return {**asdict(job), **rounds_done(Path(job.out)), **{key: (status or known).get(key) for key in known}}
 
     def _numbers(self) -> list[int]:
-        found = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
-        return sorted(int(name) for name in found if name.isascii() and name.isdecimal() and len(name) < 10)
+        result = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
+        return sorted(int(name) for name in result if name.isascii() and name.isdecimal() and len(name) < 10)
 
     def _alone(self) -> AbstractContextManager[None]:
         return alone_in(self.folder, "another process changes the jobs", "Try again", seconds=30.0)
@@ -311,22 +311,22 @@ def _user() -> str:
 
 def rounds_done(out: Path) -> dict[str, Any]:
     """Return how far a run is, from the rows of its rounds. A row that is being written does not count."""
-    told: dict[str, Any] = {"round": 0, "bytes_up": 0, "bytes_down": 0, "missing": 0, "epsilon": None}
+    result: dict[str, Any] = {"round": 0, "bytes_up": 0, "bytes_down": 0, "missing": 0, "epsilon": None}
     try:
         lines = (out / ROUNDS).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
-        return told
+        return result
     for line in lines:
         with suppress(ValueError, TypeError, AttributeError, KeyError):
             row = parse_json(line)
             up, down, round = int(row["bytes_up"]), int(row["bytes_down"]), int(row["round"])
             missing, epsilon = len(row.get("missing") or {}), (row.get("privacy") or {}).get("epsilon")
             epsilon = None if epsilon is None else float(epsilon)
-            told["bytes_up"] += up
-            told["bytes_down"] += down
-            told["missing"] += missing
-            told["round"], told["epsilon"] = round, epsilon
-    return told
+            result["bytes_up"] += up
+            result["bytes_down"] += down
+            result["missing"] += missing
+            result["round"], result["epsilon"] = round, epsilon
+    return result
 
 
 class Supervisor:

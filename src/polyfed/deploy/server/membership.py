@@ -177,11 +177,11 @@ class Membership:
         if not self._path.exists():
             return -1, {}
         try:
-            found: dict[str, Any] = parse_json(self._path.read_text())
-            devices = {str(number): device for number, device in found["clients"].items()}
+            result: dict[str, Any] = parse_json(self._path.read_text())
+            devices = {str(number): device for number, device in result["clients"].items()}
             if not all(isinstance(device, str) for device in devices.values()):
                 raise ValueError("a client has no key")
-            return int(found.get("session", -1)), devices
+            return int(result.get("session", -1)), devices
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{self._path} is damaged: {error}. Restore it from a copy") from error
 

@@ -73,6 +73,6 @@ def enqueue(app: Path, credentials: Path, changes: Mapping[str, str], at: float,
     recipe = placed(load_recipe(app / RECIPE), config["data"])
     expected(recipe)
     files = [app / name for name in (APP, RECIPE, APP_COPY) if (app / name).exists()]
-    told = {"name": config["name"], "purpose": recipe.deployment.purpose, "rounds": recipe.rounds}
-    told |= {"out": str(Path(config["out"]).absolute()), "data": config["data"]}
-    return Jobs.of_server(credentials).add(files, **told, at=at, wait=wait)
+    result = {"name": config["name"], "purpose": recipe.deployment.purpose, "rounds": recipe.rounds}
+    result |= {"out": str(Path(config["out"]).absolute()), "data": config["data"]}
+    return Jobs.of_server(credentials).add(files, **result, at=at, wait=wait)

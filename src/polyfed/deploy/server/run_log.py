@@ -192,14 +192,14 @@ def read_status(folder: Path) -> dict[str, Any] | None:
     """
     alive = is_locked(folder)  # first: a process that is alive here may write its last status before the next line
     try:
-        told = json.loads((folder / STATUS).read_text(encoding="utf-8"))
+        result = json.loads((folder / STATUS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    if not isinstance(told, dict):
+    if not isinstance(result, dict):
         return None
-    if told.get("state") in UNFINISHED and not alive:
-        told |= {"state": "failed", "error": KILLED, "exit_code": 1}
-    return told
+    if result.get("state") in UNFINISHED and not alive:
+        result |= {"state": "failed", "error": KILLED, "exit_code": 1}
+    return result
 
 
 def remove_old(folder: Path) -> None:

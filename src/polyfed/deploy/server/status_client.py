@@ -51,12 +51,12 @@ def ask(server: str, root_certificates: Path, token: Path) -> dict[str, Any]:
     request = urllib.request.Request(f"https://{server}/status", headers=words)
     try:
         with opener.open(request, timeout=SECONDS) as answer:
-            told = json.loads(answer.read(LONGEST))
+            result = json.loads(answer.read(LONGEST))
     except urllib.error.HTTPError as error:
         fix = f"; is {token} the server's status.token?" if error.code == 401 else ""
         raise PolyfedError(f"{server} answered {error.code}{fix}") from None
     except (OSError, ValueError) as error:
         raise PolyfedError(f"{server} gave no status: {error}") from None
-    if not isinstance(told, dict):
+    if not isinstance(result, dict):
         raise PolyfedError(f"{server} gave no status: it answered with something else")
-    return told
+    return result

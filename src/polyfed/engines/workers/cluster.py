@@ -286,15 +286,15 @@ class Cluster:
             asked.append(ask.options(**options).remote(*arguments))
         self._ray.cloudpickle.unregister_pickle_by_value(here)
         done, _ = self._ray.wait(asked, num_returns=len(asked), timeout=START_SECONDS)
-        found: list[Any] = []
+        result: list[Any] = []
         for one in asked:
             try:
-                found.append(self._ray.get(one) if one in done else f"nothing within {START_SECONDS:.0f} s")
+                result.append(self._ray.get(one) if one in done else f"nothing within {START_SECONDS:.0f} s")
             except (self._ray.exceptions.TaskUnschedulableError, self._ray.exceptions.NodeDiedError):
-                found.append(None)
+                result.append(None)
             except self._ray.exceptions.RayError as error:
-                found.append(in_short(error))
-        return found
+                result.append(in_short(error))
+        return result
 
     def share(self, engine: Served) -> Any:
         """Put a copy of the engine into the object store, with the values of its tensors as arrays, and return it.
@@ -479,13 +479,13 @@ def node_of() -> str:
 
 def facts() -> dict[str, str]:
     """Return the versions on which results and messages depend; empty for a package that is not there."""
-    found = {"Python": platform.python_version()}
+    result = {"Python": platform.python_version()}
     for package in ("polyfed", "torch", "numpy"):
         try:
-            found[package] = version(package)
+            result[package] = version(package)
         except PackageNotFoundError:
-            found[package] = ""
-    return found
+            result[package] = ""
+    return result
 
 
 def _amounts(resources: Mapping[str, float]) -> str:

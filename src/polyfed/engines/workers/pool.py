@@ -172,8 +172,8 @@ class Workers:
             raise
         if request.combining is None:
             return answer
-        found = {span: sums.get(number, Combined()) for number, span in enumerate(spans)}
-        return replace(answer, combined=summed((0, len(units)), found.get))
+        result = {span: sums.get(number, Combined()) for number, span in enumerate(spans)}
+        return replace(answer, combined=summed((0, len(units)), result.get))
 
     def _collect(
         self, request: Request, todo: dict[int, list[Unit]], send: Send, sent: Sent | None
@@ -445,8 +445,8 @@ class _Forked(_Worker):
         # does not end when the worker ends, so this also waits for the end of the worker's process (`pidfd_open`)
         forked = [worker for worker in workers if isinstance(worker, _Forked)]
         exits = [worker.exited for worker in forked if worker.exited is not None]
-        found = set(connection.wait([*(worker.connection for worker in forked), *exits], None if wait else 0))
-        return [worker for worker in forked if worker.connection in found or worker.exited in found]
+        result = set(connection.wait([*(worker.connection for worker in forked), *exits], None if wait else 0))
+        return [worker for worker in forked if worker.connection in result or worker.exited in result]
 
     @override
     def end(self) -> str:
@@ -518,14 +518,14 @@ def subtrees(units: Sequence[Unit], work: Mapping[int, float], most: int) -> lis
     The subtree with the most work is the first one.
     """
     each = list(accumulate((sum(work[client] for client in unit) for unit in units), initial=0.0))
-    found, left = list[Span](), [(0, len(units))]
+    result, left = list[Span](), [(0, len(units))]
     while left:
         span = left.pop()
         if span[1] - span[0] > 1 and each[span[1]] - each[span[0]] > 1.0001 * each[-1] / most:  # sums are rounded
             left += reversed(halves(span))
         else:
-            found.append(span)
-    return sorted(found, key=lambda span: each[span[0]] - each[span[1]])
+            result.append(span)
+    return sorted(result, key=lambda span: each[span[0]] - each[span[1]])
 
 
 def bundled(units: Sequence[Unit], work: Mapping[int, float], most: int) -> list[list[Unit]]:

@@ -100,12 +100,12 @@ class Arena:
 
         The views are valid until the other process writes again. Clone tensors that you need for longer.
         """
-        found: dict[Place, Tensor] = {}
+        result: dict[Place, Tensor] = {}
         for place in (given := list(places)):
-            if place not in found:
+            if place not in result:
                 self._map(place.end)
-                found[place] = _view(self._memory, place)
-        return [found[place] for place in given]
+                result[place] = _view(self._memory, place)
+        return [result[place] for place in given]
 
     def close(self) -> None:
         """Release the memory in this process. Views that still exist stay valid."""
@@ -144,8 +144,8 @@ class Packed:
         given = list(places)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # an array that Ray keeps is not writable
-            found = {place: _view(self.content, place) for place in dict.fromkeys(given)}
-        return [found[place] for place in given]
+            result = {place: _view(self.content, place) for place in dict.fromkeys(given)}
+        return [result[place] for place in given]
 
     def close(self) -> None:
         """Forget the array."""

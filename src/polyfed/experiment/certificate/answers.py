@@ -85,8 +85,8 @@ def question(since: str | None, until: str | None, client: int | None) -> Questi
 
 def _parsed(option: str, text: str) -> datetime:
     try:
-        found = datetime.fromisoformat(text)
-        return (found if found.tzinfo else found.replace(tzinfo=UTC)).astimezone(UTC)
+        result = datetime.fromisoformat(text)
+        return (result if result.tzinfo else result.replace(tzinfo=UTC)).astimezone(UTC)
     except (ValueError, OverflowError):
         raise RecipeError(f"{option} {text}: write a day or a moment, as 2027-03-02 or 2027-03-02T08:00") from None
 
@@ -123,10 +123,10 @@ def answer_of(
         rows = excerpt.rows(asked)
     except ValueError as error:
         raise DataError(f"{log} cannot be read: {error}") from None
-    told = [row for row in rows if received or row.get("destination") != TO_CLIENT]
+    result = [row for row in rows if received or row.get("destination") != TO_CLIENT]
     names = _names(log, rows, device, trusted, keys)
-    statements = (_sum(told), *_proved(excerpt, device, names, trusted=known or key is not None))
-    return LogAnswer(asked, excerpt, told, names, statements)
+    statements = (_sum(result), *_proved(excerpt, device, names, trusted=known or key is not None))
+    return LogAnswer(asked, excerpt, result, names, statements)
 
 
 def _names(
@@ -136,9 +136,9 @@ def _names(
     if trusted is not None and device in trusted.devices:
         return {client: trusted.devices[device] for client in {row["client"] for row in rows}}
     if (log / CERTIFICATE).is_file():
-        told = verify_certificate(log / CERTIFICATE, keys)
-        if not told.faults:
-            return {one["client"]: one["name"] for one in told.content["clients"] if one["name"]}
+        result = verify_certificate(log / CERTIFICATE, keys)
+        if not result.faults:
+            return {one["client"]: one["name"] for one in result.content["clients"] if one["name"]}
     return {}
 
 
@@ -157,13 +157,13 @@ def _proved(excerpt: Excerpt, device: str, names: Mapping[int, str], *, trusted:
     if device:
         whose += f" of the device {device}"
     checked = "which you trust" if trusted else "which nothing here vouches for (--key, --keys)"
-    found = [
+    result = [
         f"Lines {first} to {last} of {size:,} of the log were checked: none of them was changed, added or left out "
         f"since they were signed with {whose}, {checked}."
     ]
     if excerpt.hidden:
-        found.append(f"{counted(excerpt.hidden, 'line is', 'lines are')} about others, and only the hashes are here.")
-    return [*found, "The times are those of the clock of the machine that wrote the log."]
+        result.append(f"{counted(excerpt.hidden, 'line is', 'lines are')} about others, and only the hashes are here.")
+    return [*result, "The times are those of the clock of the machine that wrote the log."]
 
 
 def _named(client: int, names: Mapping[int, str]) -> str:

@@ -254,10 +254,10 @@ def _table(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = parse_json(path.read_text())
-        if not isinstance(found, dict):
+        result = parse_json(path.read_text())
+        if not isinstance(result, dict):
             raise ValueError("it is no JSON object")
-        return found
+        return result
     except (OSError, ValueError) as error:
         raise DataError(f"{path} is damaged: {error}. Restore it from a copy") from None
 
@@ -330,10 +330,10 @@ def _transcripts(known: Mapping[int, ClientLedger]) -> list[dict[str, Any]] | No
 
 def _leakage(folder: Folder) -> dict[str, Any] | None:
     """Return the upper bounds of `polyfed audit`: the upper ends of the intervals of the advantages."""
-    told = folder.json(LEAKAGE, LEAKAGE_AUDIT)
-    if not told:
+    result = folder.json(LEAKAGE, LEAKAGE_AUDIT)
+    if not result:
         return None
     parts = ("attack", "kind", "block", "seen_by", "method", "advantage")
-    measured = [one for one in told["findings"] if one["status"] == "measured"]
+    measured = [one for one in result["findings"] if one["status"] == "measured"]
     bounds = [{part: one[part] for part in parts} | {"at_most": one["high"]} for one in measured]
-    return {"rounds": told["rounds"], "clients": told["clients"], "shadows": told["shadows"], "bounds": bounds}
+    return {"rounds": result["rounds"], "clients": result["clients"], "shadows": result["shadows"], "bounds": bounds}

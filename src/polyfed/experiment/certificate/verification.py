@@ -134,33 +134,33 @@ def verify_certificate(
             result.
     """
     content = _opened(file)
-    found = Verification(content)
-    found.remarks.append(f"the key of the run signed the certificate ({content['key']})")
+    result = Verification(content)
+    result.remarks.append(f"the key of the run signed the certificate ({content['key']})")
     trusted = None if keys is None else PublicKeys(keys)
     if trusted is None:
-        found.remarks.append("no keys were given (--keys), so compare this key with one that you got by other means")
+        result.remarks.append("no keys were given (--keys), so compare this key with one that you got by other means")
     elif content["key"] not in trusted.logs:
-        found.faults.append(f"it is signed with the key {content['key']}, which is not in {trusted.folder}")
+        result.faults.append(f"it is signed with the key {content['key']}, which is not in {trusted.folder}")
     numbers = [one["client"] for one in content["clients"]]
     if numbers != sorted(set(numbers)):
-        found.faults.append("its clients are not listed once each, in the order of their numbers")
+        result.faults.append("its clients are not listed once each, in the order of their numbers")
     if root_of_clients(content["clients"]) != content["ledgers"]:
-        found.faults.append("the Merkle root of the ledgers is not that of its clients")
+        result.faults.append("the Merkle root of the ledgers is not that of its clients")
     for one in content["clients"]:
-        _check_client(one, content, trusted, found)
+        _check_client(one, content, trusted, result)
     if content["kind"] == DEPLOYMENT:
-        _count_receipts(content, found)
+        _count_receipts(content, result)
     names = {} if trusted is None else trusted.devices
     if trusted is not None and (
         others := set(names.values()) - {names.get(one["device"]) for one in content["clients"]}
     ):
         named = ", ".join(sorted(others)[:MOST_TOLD])
-        found.remarks.append(f"{trusted.folder} has keys of devices that the certificate does not name: {named}")
+        result.remarks.append(f"{trusted.folder} has keys of devices that the certificate does not name: {named}")
     if run is not None:
-        _compare_run(content, run, found)
+        _compare_run(content, run, result)
     for place in logs:
-        _compare_log(content, place, found)
-    return found
+        _compare_log(content, place, result)
+    return result
 
 
 def _opened(file: Path) -> Mapping[str, Any]:

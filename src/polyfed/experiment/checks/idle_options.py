@@ -81,32 +81,34 @@ def _across(assembly: Assembly) -> Mapping[tuple[str, str], str]:
     recipe, fed = assembly.recipe, assembly.fed
     method, clients = recipe.algorithm, recipe.clients
     name = name_of(method, ALGORITHMS)
-    found: dict[tuple[str, str], str] = {}
+    result: dict[tuple[str, str], str] = {}
     drawn = getattr(method, "selector", None)
     if drawn is None:
-        found["clients", "participation"] = f"algorithm '{name}', which asks every client in every round"
+        result["clients", "participation"] = f"algorithm '{name}', which asks every client in every round"
     elif drawn.participation != clients.participation:
-        found["clients", "participation"] = f"the algorithm's selector, whose participation is {drawn.participation}"
+        result["clients", "participation"] = f"the algorithm's selector, whose participation is {drawn.participation}"
     if not fed.clients.tested:
         without = "clients without test rows of their own ([clients] personal_test)"
-        found |= {("evaluate", option): without for option in ("personal", "clients")}
-        found["limits", "min_test_rows"] = without
+        result |= {("evaluate", option): without for option in ("personal", "clients")}
+        result["limits", "min_test_rows"] = without
     if not fed.clients.validated and not clients.personal_validation:  # which switches the option on itself
-        found["evaluate", "own_validation"] = (
+        result["evaluate", "own_validation"] = (
             "clients without validation rows of their own ([clients] personal_validation)"
         )
     if len(fed.context.model.modalities) < 2:
-        found["evaluate", "unimodal"] = "a model of one modality"
+        result["evaluate", "unimodal"] = "a model of one modality"
     elif fed.context.objective.BY_MODALITY or fed.context.objective.WHOLE:
-        found["evaluate", "unimodal"] = f"a task that scores no modality alone ({type(fed.context.objective).__name__})"
+        result["evaluate", "unimodal"] = (
+            f"a task that scores no modality alone ({type(fed.context.objective).__name__})"
+        )
     if hasattr(method, "stand_in") and _rows_are_whole(assembly):
-        found["algorithm", "stand_in"] = "training rows that all have every modality of their client"
+        result["algorithm", "stand_in"] = "training rows that all have every modality of their client"
     if method.evaluation.subsets == "none" and _nothing_is_absent(assembly):
-        found["model", "absent"] = "rows that all have every modality"
-    found |= {("wire", option): because for option, because in _wire(assembly)}
+        result["model", "absent"] = "rows that all have every modality"
+    result |= {("wire", option): because for option, because in _wire(assembly)}
     if recipe.limits != NO_LIMITS:
-        found |= {("limits", limit): because for limit, because in _limits(assembly)}
-    return found
+        result |= {("limits", limit): because for limit, because in _limits(assembly)}
+    return result
 
 
 def _wire(assembly: Assembly) -> Iterator[tuple[str, str]]:

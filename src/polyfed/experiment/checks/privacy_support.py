@@ -35,9 +35,9 @@ def methods_that_honour(unit: str) -> str:
     [privacy] does not protect.
     """
     able = {name: _wanted(cls, unit) for name, cls in sorted(ALGORITHMS.items()) if cls.honours(unit)}
-    found = [name for name, wanted in able.items() if not wanted]
-    found += [f"{name} with {' and '.join(wanted)}" for name, wanted in able.items() if wanted]
-    return ", ".join(found)
+    result = [name for name, wanted in able.items() if not wanted]
+    result += [f"{name} with {' and '.join(wanted)}" for name, wanted in able.items() if wanted]
+    return ", ".join(result)
 
 
 def _wanted(cls: type[Algorithm], unit: str) -> list[str]:
@@ -47,10 +47,10 @@ def _wanted(cls: type[Algorithm], unit: str) -> list[str]:
     not protect, the list also names the option `unprotected`, with these kinds as its value.
     """
     method = cls(**cls.private_options)
-    found = [f'{option} = "{value}"' for option, value in cls.private_options.items()]
+    result = [f'{option} = "{value}"' for option, value in cls.private_options.items()]
     if kinds := unprotected(method, unit):
-        found.append(f"unprotected = {_listed(kinds)}")
-    return found
+        result.append(f"unprotected = {_listed(kinds)}")
+    return result
 
 
 def unprotected(method: Algorithm, unit: str) -> tuple[str, ...]:

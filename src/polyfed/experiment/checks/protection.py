@@ -206,11 +206,11 @@ def privacy_facts(guarantee: Guarantee | None, rounds: int) -> dict[str, Any]:
 
 def _by_task(fields: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
     """Return task -> fields, from names `task.field`."""
-    found: dict[str, tuple[str, ...]] = {}
+    result: dict[str, tuple[str, ...]] = {}
     for name in fields:
         task, _, field = name.rpartition(".")
-        found[task] = (*found.get(task, ()), field)
-    return found
+        result[task] = (*result.get(task, ()), field)
+    return result
 
 
 def accounting_of(recipe: Recipe, spec: Privacy, clients: ClientRegistry | None) -> Accounting:

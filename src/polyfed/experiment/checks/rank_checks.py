@@ -126,14 +126,14 @@ def rank_facts(ranks: ClientRanks) -> dict[str, Any]:
     """
     if not ranks.ranks:
         return {}
-    found: dict[str, dict[str, int]] = {}
+    result: dict[str, dict[str, int]] = {}
     for rank in sorted({*ranks.ranks}, reverse=True):
         shapes = ranks.shapes_at(rank)
         tree = {
             name: value[tuple(map(slice, shapes[name]))] if name in shapes else value
             for name, value in ranks.template.items()
         }
-        found[str(rank)] = {
+        result[str(rank)] = {
             block: sum(v.numel() * v.element_size() for v in select(tree, [block]).values()) for block in blocks(tree)
         }
-    return {"ranks": found}
+    return {"ranks": result}

@@ -84,14 +84,14 @@ def scores_of(required: Requirements, recipe: Recipe, rounds: int) -> Release | 
     which, modalities = method.evaluation.subsets, tuple(recipe.model.encoders)
     last = range(recipe.rounds - rounds + 1, recipe.rounds + 1)
     due = sum(method.evaluation.due(round, recipe.rounds) for round in last)
-    found, uses = None, 0
+    result, uses = None, 0
     for reply in replies:
         if (release := required.score_release(reply, subsets_in(reply, which, modalities))) is not None:
-            found, uses = (
+            result, uses = (
                 release,
                 uses + release.uses * (1 if reply is ScoreCounts else due),
             )  # counts: once, at the end
-    return None if found is None else replace(found, uses=uses, rounds=1)
+    return None if result is None else replace(result, uses=uses, rounds=1)
 
 
 def _unmet_sums(required: Requirements, recipe: Recipe) -> Iterator[str]:

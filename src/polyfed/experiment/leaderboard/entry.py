@@ -206,11 +206,11 @@ def reported(part: Part) -> list[EntryRun]:
 
 def trials(part: Part) -> dict[str, list[EntryRun]]:
     """Return the runs of the search by setting."""
-    found: dict[str, list[EntryRun]] = {}
+    result: dict[str, list[EntryRun]] = {}
     for run in part["runs"]:
         if run["tuning"]:
-            found.setdefault(repr(sorted(run["chosen"].items())), []).append(run)
-    return found
+            result.setdefault(repr(sorted(run["chosen"].items())), []).append(run)
+    return result
 
 
 def table_of(part: Part, run: EntryRun) -> dict[str, Any]:
@@ -225,8 +225,8 @@ def table_of(part: Part, run: EntryRun) -> dict[str, Any]:
 
 def scores(part: Part, metrics: Sequence[str]) -> dict[int, float]:
     """Return the score of each reported seed."""
-    found = {run["seed"]: first_metric(run["result"] or {}, metrics) for run in reported(part)}
-    return {seed: first[1] for seed, first in found.items() if first is not None}
+    result = {run["seed"]: first_metric(run["result"] or {}, metrics) for run in reported(part)}
+    return {seed: first[1] for seed, first in result.items() if first is not None}
 
 
 def algorithm_of(part: Part) -> str:
@@ -404,10 +404,10 @@ def module_file(path: str) -> Path:
         RecipeError: it is no single file.
     """
     module = path.partition(":")[0]
-    found = find_spec(module) if MODULE.fullmatch(module) else None
-    if found is None or not found.origin or not found.origin.endswith(".py") or found.submodule_search_locations:
+    result = find_spec(module) if MODULE.fullmatch(module) else None
+    if result is None or not result.origin or not result.origin.endswith(".py") or result.submodule_search_locations:
         raise RecipeError(
             f"'{path}': an entry holds one file of code, so the method must be in a module that is a single file on "
             "PYTHONPATH"
         )
-    return Path(found.origin)
+    return Path(result.origin)

@@ -100,14 +100,14 @@ def _receipt(file: Path) -> dict[str, Any] | None:
         content = parse_json(file.read_text(encoding="utf-8"))
         if not isinstance(content, dict) or content.get("format") != RECEIPT:
             return None
-        found: dict[str, Any] = _RECEIPT.validate_python(content)
+        result: dict[str, Any] = _RECEIPT.validate_python(content)
     except ValidationError:
         raise DataError(
             f"{file} is a damaged receipt. `polyfed board verify ENTRY --receipt FILE` writes one"
         ) from None
     except (OSError, ValueError):
         return None
-    return found
+    return result
 
 
 def _row(file: Path, entry: Entry, sha: str, receipts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def verify_entry(
         RecipeError: the entry needs data or other code.
     """
     entry, digest = read_entry(file)
-    found = Repetition(entry, digest, search)
+    result = Repetition(entry, digest, search)
     with _allowed_code(entry, file, code, run_code) as imports:
         _check_data(entry, file, data, imports)
         todo = [
@@ -121,18 +121,18 @@ def verify_entry(
         ]
         for number, (role, part, run) in enumerate(todo, 1):
             say(f"run {number} of {len(todo)}: {role}, {part['name']}, seed {run['seed']}")
-            found.faults += [f"{role}, seed {run['seed']}: {one}" for one in _differences(part, run, data, imports)]
-            found.runs += 1
-    if found.faults:
-        found.faults.append(_cause(entry))
+            result.faults += [f"{role}, seed {run['seed']}: {one}" for one in _differences(part, run, data, imports)]
+            result.runs += 1
+    if result.faults:
+        result.faults.append(_cause(entry))
     left = sum(run["tuning"] for _, part in parts_of(entry) for run in part["runs"])
     if left and not search:
-        found.remarks.append(f"not repeated: the {left} runs of the search (--search)")
+        result.remarks.append(f"not repeated: the {left} runs of the search (--search)")
     if "placebo" not in entry:
-        found.remarks.append(f"no placebo: {entry['no_placebo']}")
+        result.remarks.append(f"no placebo: {entry['no_placebo']}")
     if receipt is not None:
-        replace_text(receipt, to_json(found.receipt()) + "\n")
-    return found
+        replace_text(receipt, to_json(result.receipt()) + "\n")
+    return result
 
 
 def refuse_differing(file: Path, found: Repetition) -> None:

@@ -111,17 +111,17 @@ def audit(
     run = Folder(Path(folder))
     crossed = {(block, kind, way) for block, kind, way in egress.aggregate(run).bytes}
     recipe = _with_data(load_recipe(run.path / RECIPE), data, options)
-    found = capture(recipe, rounds, clients, run.facts.get("data", {}).get("sha256"))
-    columns = found.population.columns
+    result = capture(recipe, rounds, clients, run.facts.get("data", {}).get("sha256"))
+    columns = result.population.columns
     table = recipe.table()
-    findings = tuple(findings_of(found, crossed, shadows, recipe.seed))
+    findings = tuple(findings_of(result, crossed, shadows, recipe.seed))
     return LeakageAudit(
         folder=run.path,
         algorithm=table["algorithm"]["name"],
         dataset=columns.name,
         seed=recipe.seed,
         rounds=min(rounds, recipe.rounds),
-        clients=len({reply.client for reply in found.replies}),
+        clients=len({reply.client for reply in result.replies}),
         shadows=shadows,
         defences=tuple(name for name in ("privacy", "secure_aggregation", "attack") if name in table),
         findings=findings,
@@ -224,8 +224,8 @@ def _of_columns(found: Capture, target: Target, ways: Collection[str]) -> Findin
     column = found.population.columns.modalities.get(target.block)
     if target.kind != "statistic" or not ways or column is None or not column.features:
         return None
-    told = "words, sums and counts of its columns cross as they are, before round 1: `polyfed check` lists them"
-    return Finding(**vars(target) | {"seen_by": min(ways)}, status="no attack", remark=told)
+    result = "words, sums and counts of its columns cross as they are, before round 1: `polyfed check` lists them"
+    return Finding(**vars(target) | {"seen_by": min(ways)}, status="no attack", remark=result)
 
 
 def _unmeasured(target: Target, ways: Collection[str], there: bool, has_classes: bool) -> Finding:

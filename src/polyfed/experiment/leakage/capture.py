@@ -48,10 +48,10 @@ class CapturedReply:
         A masked reply holds integers instead of floating-point numbers. The attacker reads the integers as numbers in
         [-1, 1].
         """
-        found = tree_of(self.message, kind)
-        for name in masked_names(found, self.known):
-            found[name] = (found[name].double() / torch.iinfo(found[name].dtype).max).to(self.known[name].dtype)
-        return found
+        result = tree_of(self.message, kind)
+        for name in masked_names(result, self.known):
+            result[name] = (result[name].double() / torch.iinfo(result[name].dtype).max).to(self.known[name].dtype)
+        return result
 
     def update(self, kind: str) -> Tree:
         """Return the client's gradient as the reply reveals it: a gradient, or the known parameters minus the new ones.
@@ -157,11 +157,11 @@ def tree_of(msg: Message, kind: str) -> Tree:
 
     If two fields hold a tensor of the same name, the tensor of the first field is returned.
     """
-    found: Tree = {}
+    result: Tree = {}
     for name, key, value in tensors(msg):
         if key is not None and msg.kinds[name] == kind:
-            found.setdefault(key, value)
-    return found
+            result.setdefault(key, value)
+    return result
 
 
 def masked_names(values: Tree, known: Tree) -> set[str]:
@@ -172,10 +172,10 @@ def masked_names(values: Tree, known: Tree) -> set[str]:
 
 def blocks_of(tree: Mapping[str, Tensor]) -> dict[str, Tree]:
     """The tensors of a tree of parameters or gradients, by block."""
-    found: dict[str, Tree] = {}
+    result: dict[str, Tree] = {}
     for name, value in tree.items():
-        found.setdefault(block_of(name), {})[name] = value
-    return found
+        result.setdefault(block_of(name), {})[name] = value
+    return result
 
 
 def capture(recipe: Recipe, rounds: int, limit: int, sha256: str | None = None) -> Capture:
@@ -211,8 +211,8 @@ def capture(recipe: Recipe, rounds: int, limit: int, sha256: str | None = None) 
 
 def _captured(assembly: Assembly, rounds: int, limit: int) -> Capture:
     fed, algorithm = assembly.fed, assembly.algorithm
-    found = Capture(assembly, limit)
-    with fed.watched(found.watch):
+    result = Capture(assembly, limit)
+    with fed.watched(result.watch):
         state = assembly.start()
         last = min(rounds, assembly.recipe.rounds)
         for round in range(1, last + 1):
@@ -221,4 +221,4 @@ def _captured(assembly: Assembly, rounds: int, limit: int) -> Capture:
             state = algorithm.round(state, fed)
             if round == last or algorithm.evaluation.due(round, assembly.recipe.rounds):
                 algorithm.evaluate(state, fed)
-    return found
+    return result

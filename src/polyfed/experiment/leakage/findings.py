@@ -135,12 +135,12 @@ def measured(
     groups: dict[int, list[Tally]] = {}
     for client, tally in kept.items():
         groups.setdefault(client if owners is None else owners[client], []).append(tally)
-    found = [
+    result = [
         Tally(*(np.concatenate([getattr(tally, name) for tally in group]) for name in ("value", "guess")))
         for group in groups.values()
     ]
-    value, guess = (float(np.concatenate([getattr(t, name) for t in found]).mean()) for name in ("value", "guess"))
-    low, high = interval(found)
+    value, guess = (float(np.concatenate([getattr(t, name) for t in result]).mean()) for name in ("value", "guess"))
+    low, high = interval(result)
     return Finding(
         **place,
         status="measured",
@@ -151,7 +151,7 @@ def measured(
         low=low,
         high=high,
         clients=len(kept),
-        guesses=sum(len(tally.value) for tally in found),
+        guesses=sum(len(tally.value) for tally in result),
         raw=raw,
         remark=remark,
     )

@@ -88,12 +88,12 @@ def presence(scores: Scores, truth: Mapping[int, Tensor]) -> dict[int, Tally]:
     """
     there = {client: counts > 0 for client, counts in truth.items()}
     shared = torch.stack(list(there.values())).double().sum(0)
-    found = {}
+    result = {}
     for client, held in there.items():
         if bool(held.any()) and not bool(held.all()):
             others = shared - held.double()
-            found[client] = Tally.of(_ranked(scores[client], held), max(0.5, _ranked(others, held)))
-    return found
+            result[client] = Tally.of(_ranked(scores[client], held), max(0.5, _ranked(others, held)))
+    return result
 
 
 def _ranked(score: Tensor, held: Tensor) -> float:

@@ -69,12 +69,12 @@ def encoder_for(name: str, column: Column, embedding: int) -> EncoderSpec:
 
 def embeddings_of(column: Column) -> tuple[tuple[int, int, int], ...]:
     """Return the places of words whose vectors are trained, as `Tabular.embeddings` holds them."""
-    found, place = [], 0
+    result, place = [], 0
     for feature in column.features or column.coded or ():
         if feature.rule is not None and feature.rule.kind == "embedding":
-            found.append((place, feature.width, feature.rule.size))
+            result.append((place, feature.width, feature.rule.size))
         place += feature.width
-    return tuple(found)
+    return tuple(result)
 
 
 def _with_vectors(name: str, given: EncoderSpec, wanted: tuple[tuple[int, int, int], ...]) -> EncoderSpec:
@@ -130,22 +130,22 @@ def kind_of(column: Column) -> str:
 
 def guesses_of(recipe: Recipe, columns: Columns) -> tuple[str, ...]:
     """Return sentences about what the data source guessed, and about the encoders that the recipe does not name."""
-    found = list(columns.notes)
+    result = list(columns.notes)
     for name, column in columns.modalities.items():
         if name in columns.present:
             lacking = int((~columns.present[name]).sum())
-            found.append(f"'{name}' is missing in {lacking:,} of {len(columns):,} rows")
+            result.append(f"'{name}' is missing in {lacking:,} of {len(columns):,} rows")
         if recipe.model.module is None and name not in recipe.model.encoders:
             spec = encoder_for(name, column, recipe.model.embedding)
-            found.append(f"'{name}' holds {kind_of(column)}; its encoder is {name} = {encoder_text(spec)}")
-            found += told_of_whole(name, column, spec)
+            result.append(f"'{name}' holds {kind_of(column)}; its encoder is {name} = {encoder_text(spec)}")
+            result += told_of_whole(name, column, spec)
     if unread := _unread(recipe.data, columns):
         more = f" and {len(unread) - MOST_UNREAD:,} more" if len(unread) > MOST_UNREAD else ""
-        found.append(f"not read: {', '.join(unread[:MOST_UNREAD])}{more}")
+        result.append(f"not read: {', '.join(unread[:MOST_UNREAD])}{more}")
     if columns.client is not None and recipe.clients.partition == "iid":
         count = len(set(columns.client.tolist()))
-        found.append(f"the data has {count:,} natural clients; [clients] partition = 'by-client' makes each a client")
-    return tuple(found)
+        result.append(f"the data has {count:,} natural clients; [clients] partition = 'by-client' makes each a client")
+    return tuple(result)
 
 
 MOST_UNREAD = 20

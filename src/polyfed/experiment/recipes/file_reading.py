@@ -290,8 +290,8 @@ def _rules_told(path: str, rules: Mapping[str, Any], table: Mapping[str, Any]) -
     known = {column: rule for column, rule in (table.get("columns") or {}).items() if isinstance(rule, str)}
     words = [word for column, rule in {**known, **whole}.items() for word in ("--column", f"{column}={rule}")]
     means = " and ".join(f"{column} as {MEANS[rule]}" for column, rule in whole.items())
-    told = suggestion(whole) if typed_verb() else command("init", path, *label, *words)
-    return f"To read {means}, write {told}" + (f". {people}" if people else "")
+    result = suggestion(whole) if typed_verb() else command("init", path, *label, *words)
+    return f"To read {means}, write {result}" + (f". {people}" if people else "")
 
 
 def _people_told(rules: Mapping[str, Any], table: Mapping[str, Any]) -> str:
@@ -309,12 +309,12 @@ def _rules_for(arrays: Arrays, names: Sequence[str]) -> dict[str, Any]:
     import pandas as pd  # imported here, because the import takes half a second
 
     held = {name: arrays[name] for name in names}
-    found = {
+    result = {
         name: rule_for(pd.Series(values.astype(str).tolist()))
         for name, values in held.items()
         if values.ndim == 1 and values.dtype.kind in "US"
     }
-    return {name: rule for name, rule in found.items() if rule is not None}
+    return {name: rule for name, rule in result.items() if rule is not None}
 
 
 def _of_folder(folder: Path) -> str:
@@ -325,11 +325,11 @@ def _of_folder(folder: Path) -> str:
         return f"'{folder}' is a folder without .npy files. Give the file in it: {commands}"
     if any(file.suffix.lower() in IMAGES for file in itertools.islice(folder.rglob("*"), 10_000)):
         table = folder / "images.csv"
-        told = command("init", table, "--column", "path=image")
-        told = again(("--column", "path=image"), otherwise=told, file=table) if typed_verb() == "init" else told
+        result = command("init", table, "--column", "path=image")
+        result = again(("--column", "path=image"), otherwise=result, file=table) if typed_verb() == "init" else result
         return (
             f"'{folder}' holds image files and no table. Write '{table}' with a line for each image, such as "
-            f"path,label,client and then cats/1.png,cat,ana. Then {told}"
+            f"path,label,client and then cats/1.png,cat,ana. Then {result}"
         )
     return f"'{folder}' is a folder without .npy files; give an .npz file, a table, or a folder of .npy files"
 

@@ -38,8 +38,8 @@ def in_file(errors: Sequence[PolyfedError], path: Path, text: str, overrides: Se
     places, numbered = [place for place, _ in placed], [error for _, error in placed]
     if len(errors) == 1:  # the name of the recipe already contains the overrides
         places = ["" if place.startswith("--set") else place for place in places]
-    found = joined(numbered, places)
-    return copied(found, f"{called(path, overrides)}: {found}")
+    result = joined(numbered, places)
+    return copied(result, f"{called(path, overrides)}: {result}")
 
 
 def _place(key: Key, lines: dict[Key, int], overrides: Sequence[str]) -> str:

@@ -71,7 +71,7 @@ def _value(text: str, override: str) -> Any:
     """Return an override's value: TOML if it is valid TOML, else a number if it is one (such as `.5`), else a word."""
     text = text.strip()
     try:
-        found = tomllib.loads(f"value = {text}")
+        result = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError as error:
         if text[:1] in ("[", "{", '"', "'"):
             raise RecipeError(
@@ -79,6 +79,6 @@ def _value(text: str, override: str) -> Any:
                 'shell needs quotes around the whole: --set \'section.key=["a", "b"]\''
             ) from None
         return float(text) if re.fullmatch(r"[+-]?(\d+\.|\.\d+)(e[+-]?\d+)?", text, re.IGNORECASE) else text
-    if len(found) > 1:
+    if len(result) > 1:
         raise RecipeError(f"--set {override}: give one key and one value; repeat --set for more")
-    return found["value"]
+    return result["value"]

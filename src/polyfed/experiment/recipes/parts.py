@@ -55,12 +55,12 @@ def _stands(fault: PolyfedError, values: Mapping[str, Any], wrong: Iterable[str]
 def _missing(where: str, cls: type, given: Mapping[str, Any]) -> list[RecipeError]:
     """Return a fault for each required option that is missing, with its range or its allowed words."""
     required = (f for f in fields(cls) if f.init and f.default is MISSING and f.default_factory is MISSING)
-    found = []
+    result = []
     for name in (f.name for f in required if f.name not in given):
         words = [ranges(cls)[name].words] if name in ranges(cls) else []
         words += [" or ".join(map(json.dumps, choices(cls)[name]))] if name in choices(cls) else []
-        found.append(RecipeError(f"{where} needs {name}{''.join(f': {text}' for text in words)}", key_of(where, name)))
-    return found
+        result.append(RecipeError(f"{where} needs {name}{''.join(f': {text}' for text in words)}", key_of(where, name)))
+    return result
 
 
 def algorithm_of(sections: Mapping[str, Any], clients: ClientsSpec, problems: Problems) -> Algorithm | None:

@@ -33,28 +33,28 @@ def rows_without(population: Population, clients: int) -> list[dict[str, Any]]:
     Each result has the entry `missing_rows`, and `missing_test_rows` if the client has test rows of its own. Both map a
     modality to a share. The results are empty if no row of the table lacks a modality, and in a deployment.
     """
-    found: list[dict[str, Any]] = [{} for _ in range(clients)]
+    result: list[dict[str, Any]] = [{} for _ in range(clients)]
     for entry, shards in (("missing_rows", population.train), ("missing_test_rows", population.test)):
         if shards is None or bool((shards.rows < 0).any()):
             continue
         for name, shares in missing_shares(population.columns, shards, population.holds).items():
             for client, share in enumerate(shares[:clients].tolist()):
                 if share == share:
-                    found[client].setdefault(entry, {})[name] = share
-    return found
+                    result[client].setdefault(entry, {})[name] = share
+    return result
 
 
 def tests_without(population: Population) -> dict[str, Any]:
     """Return the shares of the server's test and validation rows that lack each modality, if some rows lack one."""
-    found = {}
+    result = {}
     for entry, rows in (
         ("missing_test_rows", population.test_rows),
         ("missing_validation_rows", population.validation_rows),
     ):
         masks = {name: there.cpu()[rows] for name, there in population.columns.present.items()}
         if len(rows) and masks:
-            found[entry] = {name: 1.0 - float(there.double().mean()) for name, there in masks.items()}
-    return found
+            result[entry] = {name: 1.0 - float(there.double().mean()) for name, there in masks.items()}
+    return result
 
 
 def dealt_classes(population: Population, partition: Any, client: int) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def facts_of_models(models: Models, recipe: Recipe, population: Population) -> d
         recipe: the recipe of the run.
         population: the data of the run.
     """
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "calibration": calibration_of(models, population),
         "ranking": ranking_of(models, population),
         "baseline": baseline_of(models.task, population, models.class_names),
@@ -39,10 +39,10 @@ def facts_of_models(models: Models, recipe: Recipe, population: Population) -> d
     }
     if recipe.attack is not None:
         attackers = recipe.attack.attackers(population.num_clients, recipe.seed)
-        found["attack"] = {"name": recipe.attack.name, "clients": sorted(attackers)}
+        result["attack"] = {"name": recipe.attack.name, "clients": sorted(attackers)}
     if recipe.attack is not None and recipe.attack.name == "backdoor":
-        found["backdoor"] = backdoor_of(models, recipe.attack, population, recipe.seed)
-    return {name: facts for name, facts in found.items() if facts is not None}
+        result["backdoor"] = backdoor_of(models, recipe.attack, population, recipe.seed)
+    return {name: facts for name, facts in result.items() if facts is not None}
 
 
 def baseline_of(task: Objective, population: Population, names: Sequence[str] | None) -> dict[str, Any] | None:
@@ -116,8 +116,8 @@ def ranking_of(models: Models, population: Population) -> dict[str, Any] | None:
         return None
     scores = replace(models.task, ranking=True).exact_scores(outputs, Batch({}, y, torch.arange(len(y))))
     names = columns.class_names
-    told = dict(zip(("auroc", "average_precision"), scores, strict=True))
-    return told | {"positive": names[1] if names else "1"}
+    result = dict(zip(("auroc", "average_precision"), scores, strict=True))
+    return result | {"positive": names[1] if names else "1"}
 
 
 COVERAGE = 0.9

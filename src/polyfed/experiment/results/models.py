@@ -300,15 +300,15 @@ class Models:
         """Return samples by modality, if `x` is a data frame, or has some among its values."""
         if (new := self.read(x)) is not None:
             return new.x, _both(new.present, present)
-        found, there = x, dict(present or {})
+        result, there = x, dict(present or {})
         for name, value in x.items() if isinstance(x, Mapping) else ():
             form = self.rows.modalities.get(name)
             if form is None or not is_frame(value) or not {*map(str, value.columns)} & {*form.names}:
                 continue
             own = replace(self.rows, modalities={name: form})
             new = new_rows(value, own, self.features, self.model.shapes, f"x['{name}']")
-            found, there = {**found, **new.x}, dict(_both(new.present, there) or {})
-        return found, there or None
+            result, there = {**result, **new.x}, dict(_both(new.present, there) or {})
+        return result, there or None
 
     def used(
         self, x: Any, client: int | str | None = None, *, present: Mapping[str, Any] | None = None
@@ -535,22 +535,22 @@ def _sets(
     if sets.sets is not None:
         rest = iter(sets.classes)
         return {"set": [next(rest) if has else None for has in known.tolist()]}
-    found: dict[str, list[Any]] = {}
+    result: dict[str, list[Any]] = {}
     for end, values in (("low", sets.low), ("high", sets.high)):
         assert values is not None, "a regression has intervals"
         every = values.new_full((len(known), values.shape[1]), torch.nan)
         every[known] = values
-        found |= by_target(end, every, models.class_names)
-    return found
+        result |= by_target(end, every, models.class_names)
+    return result
 
 
 def _both(one: Mapping[str, Tensor], other: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """Return which rows have each modality according to both masks."""
-    found: dict[str, Any] = dict(one)
+    result: dict[str, Any] = dict(one)
     for name, rows in (other or {}).items():
         mask = torch.as_tensor(rows, dtype=torch.bool)
-        found[name] = found[name] & mask if name in found and len(found[name]) == len(mask) else mask
-    return found or None
+        result[name] = result[name] & mask if name in result and len(result[name]) == len(mask) else mask
+    return result or None
 
 
 def read_conformal(said: Mapping[str, Any] | None, model: Model, task: Objective) -> Conformal | None:

@@ -325,11 +325,11 @@ def run_id(seed: int) -> str:
 
 def _differences(a: dict[str, Any], b: dict[str, Any], head: str = "") -> list[tuple[str, Any, Any]]:
     """The entries in which two tables differ: (dotted name, value in a, value in b)."""
-    found: list[tuple[str, Any, Any]] = []
+    result: list[tuple[str, Any, Any]] = []
     for key in {**a, **b}:
         old, new = a.get(key), b.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
-            found.extend(_differences(old, new, f"{head}{key}."))
+            result.extend(_differences(old, new, f"{head}{key}."))
         elif old != new:
-            found.append((f"{head}{key}", old, new))
-    return found
+            result.append((f"{head}{key}", old, new))
+    return result

@@ -65,11 +65,11 @@ def check_tables(tables: dict[str, list[list[float]]]) -> dict[str, list[list[fl
 
 def means_of(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """The mean of each logged number over the rounds that logged it."""
-    found: dict[str, list[float]] = {}
+    result: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.items():
-            found.setdefault(name, []).append(value)
-    return {name: statistics.fmean(values) for name, values in found.items()}
+            result.setdefault(name, []).append(value)
+    return {name: statistics.fmean(values) for name, values in result.items()}
 
 
 def versions() -> dict[str, str]:

@@ -169,7 +169,7 @@ def kept_updates(folder: Path, rounds: int, cure: str = "") -> list[dict[str, Tr
     Raises:
         DataError: a round has no updates, or a file is damaged.
     """
-    found = []
+    result = []
     for round in range(1, rounds + 1):
         path = folder / UPDATES / f"round-{round:06d}.safetensors"
         if not path.exists():
@@ -185,5 +185,5 @@ def kept_updates(folder: Path, rounds: int, cure: str = "") -> list[dict[str, Tr
         for key, value in tensors.items():
             player, _, name = key.partition("|")
             players.setdefault(player, {})[name] = value
-        found.append(players)
-    return found
+        result.append(players)
+    return result

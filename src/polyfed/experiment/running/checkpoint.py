@@ -285,14 +285,14 @@ def _class(path: str, modules: Collection[str]) -> Any:
     module, _, name = path.partition(":")
     if not _known(module, modules):
         raise ValueError(f"it holds a {path}, which is in no module of this recipe's algorithm")
-    found: Any = sys.modules.get(module)  # the recipe of the run has already imported the module
+    result: Any = sys.modules.get(module)  # the recipe of the run has already imported the module
     for part in name.split("."):
-        found = vars(found).get(part) if isinstance(found, ModuleType | type) else None
+        result = vars(result).get(part) if isinstance(result, ModuleType | type) else None
     # a path may lead to a class that the module has only imported from another one
-    home = f"{getattr(found, '__module__', '')}:{getattr(found, '__qualname__', '')}"
-    if not (isinstance(found, type) and dataclasses.is_dataclass(found) and home == path):
+    home = f"{getattr(result, '__module__', '')}:{getattr(result, '__qualname__', '')}"
+    if not (isinstance(result, type) and dataclasses.is_dataclass(result) and home == path):
         raise ValueError(f"it holds a {path}, which is not a dataclass")
-    return found
+    return result
 
 
 def _known(module: str, modules: Collection[str]) -> bool:

@@ -210,12 +210,12 @@ def metrics_of(recipe: Recipe, population: Population) -> dict[str, set[str]]:
     undefined on these rows. Such a metric is among the names only if it is one of the objective's `exact` metrics.
     """
     parts = _dry_parts(recipe, population, EVALUATED, Emitter())
-    found = {group: set(values) for group, values in _evaluated(parts, rounds=0).metrics.items()}
-    if "global" in found:
-        found["global"] |= set(parts.fed.context.objective.exact)
+    result = {group: set(values) for group, values in _evaluated(parts, rounds=0).metrics.items()}
+    if "global" in result:
+        result["global"] |= set(parts.fed.context.objective.exact)
         which, rows = recipe.algorithm.evaluation.subsets, population.test_rows
-        found["global"] |= names_of_parts(which, parts.model.modalities, population.columns.present, rows)
-    return found
+        result["global"] |= names_of_parts(which, parts.model.modalities, population.columns.present, rows)
+    return result
 
 
 def assembled_dry(recipe: Recipe, population: Population) -> Assembly:

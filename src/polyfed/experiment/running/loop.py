@@ -239,10 +239,10 @@ class _Loop:
         """
         if self.records is None:
             return None
-        found = load_content(self.records.checkpoints, self.recipe.algorithm, self.assembly.engine.device)
-        if found is not None and (found[1]["run"], found[1]["round"]) != (self.ledger.run, found[0]):
+        result = load_content(self.records.checkpoints, self.recipe.algorithm, self.assembly.engine.device)
+        if result is not None and (result[1]["run"], result[1]["round"]) != (self.ledger.run, result[0]):
             raise CheckpointError(f"the checkpoint in {self.records.checkpoints} is not of this run. {RESTORE}")
-        return found
+        return result
 
     def train(self, round: int, state: ServerState) -> tuple[ServerState, dict[str, Any]]:
         """Run the algorithm's round. Returns the new state and the first entries of the row for `rounds.jsonl`."""

@@ -59,8 +59,8 @@ class Choice:
 
     def value(self, row: Mapping[str, Any]) -> float | None:
         """Return the metric of a round, or None if the round has not measured it."""
-        found: float | None = row.get("metrics", {}).get(self.group, {}).get(self.name)
-        return found
+        result: float | None = row.get("metrics", {}).get(self.group, {}).get(self.name)
+        return result
 
     def better(self, value: float, than: float, by: float = 0.0) -> bool:
         """Return whether a value is better than another one by more than `by`."""

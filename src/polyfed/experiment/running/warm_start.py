@@ -54,7 +54,7 @@ def given_of(recipe: Recipe, folder: Path | None = None) -> Tree:
     if not path:
         return {}
     if (copied := copy_in(folder)) is not None:
-        found = _read_text(copied) if copied.name == APP_COPY else _read(copied)
+        result = _read_text(copied) if copied.name == APP_COPY else _read(copied)
     elif restricted():
         raise NotAllowed(
             f"[model] init = '{path}' names a file, and the app carries no copy of it. Write the app again with "
@@ -62,22 +62,22 @@ def given_of(recipe: Recipe, folder: Path | None = None) -> Tree:
             ("model", "init"),
         )
     else:
-        found = values_in(Path(path).expanduser())
+        result = values_in(Path(path).expanduser())
         other = getattr(recipe.algorithm, "against", "")
-        found = found | (nested(AGAINST, values_in(Path(other).expanduser())) if other else {})
-    if not found:
+        result = result | (nested(AGAINST, values_in(Path(other).expanduser())) if other else {})
+    if not result:
         raise DataError(f"[model] init = '{path}' holds no parameters. Give another model", ("model", "init"))
-    if wrong := [name for name, value in found.items() if not bool(value.isfinite().all())]:
+    if wrong := [name for name, value in result.items() if not bool(value.isfinite().all())]:
         raise DataError(
             f"[model] init = '{path}': '{wrong[0]}' holds NaN or infinity. Give another model", ("model", "init")
         )
-    wanted = recipe.model.init_blocks or blocks(found)
-    if missing := [block for block in wanted if block not in blocks(found)]:
+    wanted = recipe.model.init_blocks or blocks(result)
+    if missing := [block for block in wanted if block not in blocks(result)]:
         raise RecipeError(
-            f"[model] init_blocks: '{path}' has no block '{missing[0]}'; {did_you_mean(missing[0], blocks(found))}",
+            f"[model] init_blocks: '{path}' has no block '{missing[0]}'; {did_you_mean(missing[0], blocks(result))}",
             ("model", "init_blocks"),
         )
-    return select(found, wanted)
+    return select(result, wanted)
 
 
 def values_in(path: Path) -> Tree:

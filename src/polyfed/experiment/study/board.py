@@ -196,8 +196,8 @@ class Board:
     def scores(self, number: int) -> list[float]:
         """Return the scores of a cell's reported runs. Runs that are not finished are left out."""
         metrics = self.metrics[self.cells[number].scenario]
-        found = (entry.score(metrics) for entry in self.reported.get(number, []) if entry.state == "finished")
-        return [score for score in found if score is not None]
+        result = (entry.score(metrics) for entry in self.reported.get(number, []) if entry.state == "finished")
+        return [score for score in result if score is not None]
 
     def metric(self, number: int, entries: Sequence[Entry]) -> Metric | None:
         """Return the metric by which these runs of a cell are scored, or None if no run has a score."""
@@ -226,7 +226,7 @@ class Board:
 
     def not_compared(self) -> list[Absent]:
         """Return the cells that a comparison lacks wholly or in part, each with the reason on one line."""
-        found = []
+        result = []
         for number, cell in enumerate(self.cells):
             reported = self.reported.get(number, [])
             missing = [entry for entry in reported if entry.state != "finished"]
@@ -235,10 +235,10 @@ class Board:
             failed = [entry.why for entry in missing or self._runs_of(number) if entry.state == "failed"]
             whys = [cell.skip and f"left out: {cell.skip}", self.blocked.get(number, ""), *failed]
             why = ": ".join(dict.fromkeys(" ".join(why.split()) for why in whys if why))
-            found.append(
+            result.append(
                 Absent(cell.label, cell.scenario, len(missing), len(reported), why or "its runs are not finished")
             )
-        return found
+        return result
 
     def notes(self) -> list[tuple[str, list[str]]]:
         """Return the notes about the runs, with the cells that each note concerns.
@@ -271,8 +271,8 @@ class Board:
         return list(edge_notes(cell.space, reported[0].chosen, cell.table))
 
     def _runs_of(self, number: int) -> list[Entry]:
-        found = self.reported.get(number)
-        return [e for e in self.entries.values() if e.cell is self.cells[number]] if found is None else found
+        result = self.reported.get(number)
+        return [e for e in self.entries.values() if e.cell is self.cells[number]] if result is None else result
 
     def _unmeasured(self) -> Iterator[tuple[str, str]]:
         """Yield a reason and the name of a run, for each reported run that is finished but has no score."""
@@ -298,7 +298,7 @@ def no_metric(wanted: Sequence[str], measured: Mapping[str, Mapping[str, Any]]) 
 
 def _gathered(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, list[str]]]:
     """Return each text once, with a list of all places that are paired with it."""
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     for text, place in pairs:
-        found.setdefault(text, []).append(place)
-    return list(found.items())
+        result.setdefault(text, []).append(place)
+    return list(result.items())

@@ -40,7 +40,7 @@ def default_space(method: str, fixed: Mapping[str, Any]) -> dict[str, Any]:
             put(table, key, deepcopy(value))
     except RecipeError:
         return {}
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for section in SEARCHED:
         given = table.get(section, {})
         cls = class_of(section, table)
@@ -51,8 +51,8 @@ def default_space(method: str, fixed: Mapping[str, Any]) -> dict[str, Any]:
         for name, searched in search_ranges(cls).items():
             key = f"{section}.{name}"
             if searched.applies(options) and name not in preset and not sets(fixed, key):
-                found[key] = list(searched.values)
-    return found
+                result[key] = list(searched.values)
+    return result
 
 
 def is_fedavg(table: Mapping[str, Any]) -> bool:
@@ -61,7 +61,7 @@ def is_fedavg(table: Mapping[str, Any]) -> bool:
     # the adaptive optimisers divide by moments, whatever their rate
     if cls is None or at_default(table, "server", "optimiser", "none") not in ("none", "avgm"):
         return False
-    found, server = str(at(table, "algorithm.name")) == "fedavg", class_of("server", table)
+    result, server = str(at(table, "algorithm.name")) == "fedavg", class_of("server", table)
     assert server is not None, "[server] is a section"
     for section, of in (("algorithm", cls), ("server", server)):
         given = dict(table.get(section, {}))
@@ -71,8 +71,8 @@ def is_fedavg(table: Mapping[str, Any]) -> bool:
             if searched.fedavg is not None and searched.applies(options):
                 if options[name] != searched.fedavg:
                     return False
-                found = True
-    return found
+                result = True
+    return result
 
 
 def at_default(table: Mapping[str, Any], section: str, name: str, default: Any) -> Any:

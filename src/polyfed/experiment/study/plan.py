@@ -130,24 +130,24 @@ class Planner:
             DataError: a data set cannot be read.
         """
         faults: dict[str, list[str]] = {}
-        found = []
+        result = []
         for scenario, method in itertools.product(self.study.scenarios, self.study.methods):
             for values in combinations(self.study.grid_of(method)):
                 errors: list[str] = []
                 cell = noted(errors, lambda values=values: self._cell(method, scenario, values))  # type: ignore[misc]  # noqa: B023
                 if cell is not None:
-                    found.append(cell)
+                    result.append(cell)
                     self._check(cell, errors)
                 for error in dict.fromkeys(errors):
                     faults.setdefault(error, []).append(_cell_text(method, scenario, values))
-        for cell, error in _without_settings(found):
+        for cell, error in _without_settings(result):
             faults.setdefault(error, []).append(_cell_text(cell.method, cell.scenario, cell.values))
         problems += [f"{_all(where)}: {error}" for error, where in faults.items()]
-        problems += unknown_keys(self.study.when, [cell.table for cell in found])
+        problems += unknown_keys(self.study.when, [cell.table for cell in result])
         for scenario in self.study.scenarios:
             problems += misspelt(self.study.metrics_of(scenario), self.measured)
         self.loaded = None
-        return found
+        return result
 
     def name(self, table: Mapping[str, Any]) -> str:
         """Return the name of a run's folder: a short description, and a hash of recipe, data and versions.

@@ -63,8 +63,8 @@ class Range:
         if self.count is not None:
             refuse_many(self.count)
             spaced = np.geomspace if self.scale == "log" else np.linspace
-            found = [float(f"{value:.6g}") for value in spaced(self.low, self.high, self.count)]
-            return list(dict.fromkeys(round(v) for v in found)) if self.is_whole else found
+            result = [float(f"{value:.6g}") for value in spaced(self.low, self.high, self.count)]
+            return list(dict.fromkeys(round(v) for v in result)) if self.is_whole else result
         if self.step is None and not (self.is_whole and self.scale == "linear"):
             raise RecipeError("give count, the number of values")
         step = 1 if self.step is None else self.step
@@ -110,8 +110,8 @@ def entry_of(entry: Any) -> list[Any] | Range:
 
 def values_of(entry: Any) -> list[Any]:
     """The values of a list or a range; see `entry_of` for errors."""
-    found = entry_of(entry)
-    return list(found.values()) if isinstance(found, Range) else found
+    result = entry_of(entry)
+    return list(result.values()) if isinstance(result, Range) else result
 
 
 def end_of(entry: Any, *, last: bool) -> Any:
@@ -138,13 +138,13 @@ def flat_keys(table: Mapping[str, Any], stop: Sequence[str] = WHOLE, head: str =
     >>> flat_keys({"train": {"lr": 0.1}, "algorithm": {"name": "fedavg"}})
     {'train.lr': 0.1, 'algorithm': {'name': 'fedavg'}}
     """
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in table.items():
         if isinstance(value, Mapping) and value and not any(word in value for word in stop):
-            found |= flat_keys(value, stop, f"{head}{key}.")
+            result |= flat_keys(value, stop, f"{head}{key}.")
         else:
-            found[f"{head}{key}"] = value
-    return found
+            result[f"{head}{key}"] = value
+    return result
 
 
 def put(table: dict[str, Any], key: str, value: Any) -> None:
@@ -181,10 +181,10 @@ def edit(table: dict[str, Any], changes: Mapping[str, Any], removed: list[str]) 
 
 def at(table: Mapping[str, Any], key: str) -> Any:
     """The value at a dotted key of a recipe's table, or None."""
-    found: Any = table
+    result: Any = table
     for name in key.split("."):
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found
+        result = result.get(name) if isinstance(result, Mapping) else None
+    return result
 
 
 def sets(changes: Mapping[str, Any], key: str) -> bool:

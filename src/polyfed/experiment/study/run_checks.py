@@ -97,10 +97,10 @@ def measured_by(recipe: Recipe, population: Population) -> tuple[Measured, str] 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            found = metrics_of(replace(recipe, engine=replace(recipe.engine, device="cpu")), population)
+            result = metrics_of(replace(recipe, engine=replace(recipe.engine, device="cpu")), population)
         except Exception:  # the run itself will say what is wrong
             return None
-    return found, personal_fix(tested=population.test is not None)
+    return result, personal_fix(tested=population.test is not None)
 
 
 def policy_fault(recipe: Recipe, population: Population) -> str:

@@ -309,5 +309,5 @@ def _unusable(entries: Sequence[Entry], metrics: Sequence[str]) -> str:
 
 def _mean(scores: Sequence[float | None]) -> float | None:
     """Return the mean over the seeds of a trial, or None if training diverged with one of the seeds."""
-    found = [score for score in scores if score is not None]
-    return sum(found) / len(found) if len(found) == len(scores) else None
+    result = [score for score in scores if score is not None]
+    return sum(result) / len(result) if len(result) == len(scores) else None

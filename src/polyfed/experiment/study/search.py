@@ -195,8 +195,8 @@ def latin(space: Mapping[str, Any], trials: int, seed: int) -> list[Values]:
         cycles = math.ceil(CYCLES * trials / len(values))
         orders.append([values[n] for _ in range(cycles) for n in draws.permutation(len(values))][: CYCLES * trials])
     drawn = (dict(zip(space, setting, strict=True)) for setting in zip(*orders, strict=True))
-    found: dict[str, Values] = {repr(setting): setting for setting in itertools.chain(drawn, combinations(space))}
-    return list(found.values())[:trials]
+    result: dict[str, Values] = {repr(setting): setting for setting in itertools.chain(drawn, combinations(space))}
+    return list(result.values())[:trials]
 
 
 def _listed(space: list[Any] | Range) -> list[Any]:

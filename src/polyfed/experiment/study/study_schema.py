@@ -140,11 +140,11 @@ class Search:
 
     def rungs(self, rounds: int) -> list[int]:
         """Return the rounds at which trials of this many rounds are compared; the last one is the last round."""
-        found, rung = [], self.least_rounds
+        result, rung = [], self.least_rounds
         while self.prune and rung < rounds:
-            found.append(rung)
+            result.append(rung)
             rung *= self.reduction
-        return [*found, rounds]
+        return [*result, rounds]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -155,15 +155,15 @@ class SecureAggregation:
         if len(cohort.keys) < self.min_clients:
             raise Refusal(f"the cohort has {len(cohort.keys)} clients, and a sum needs {self.min_clients}")
         own = [masks.public_key(seed) for seed in seeds]
-        found = [i for i in range(len(cohort.keys)) if listed[2 * i : 2 * i + 2] == own]
-        if not found:
+        result = [i for i in range(len(cohort.keys)) if listed[2 * i : 2 * i + 2] == own]
+        if not result:
             raise Refusal("the list of public keys does not hold the keys of this client")
         lacks = [
-            block for block in context.blocks if block not in cohort.members or not cohort.members[block][found[0]]
+            block for block in context.blocks if block not in cohort.members or not cohort.members[block][result[0]]
         ]
         if lacks:
             raise Refusal(f"the list of the cohort says that this client lacks block '{min(lacks)}'")
-        return found[0]
+        return result[0]
 
     @task(loop_because=LOOP, once=SECRETS)
     def deliver(self, context: ClientContext, data: ClientData, local: Tree, got: Delivery) -> tuple[Ready, Tree]:
@@ -244,7 +244,7 @@ class SecureAggregation:
         Raises:
             Refusal: a value cannot be summed.
         """
-        found: Numbers = {}
+        result: Numbers = {}
         for field, key, value in tensors(reply):
             said, by = reply.declared[field], weight_of(field)
             where = field if key is None else f"{field}.{key}"
@@ -255,10 +255,10 @@ class SecureAggregation:
                 raise Refusal(f"{by} is {weight:g}, and the server says that all weights add up to 2^{weight_bits}")
             try:
                 scale = self.scale(said, (num - 1).bit_length() if by is None else weight_bits)
-                found[field, key] = scale.integers(value.detach().cpu().numpy(), weight, where)
+                result[field, key] = scale.integers(value.detach().cpu().numpy(), weight, where)
             except ValueError as error:
                 raise Refusal(str(error)) from None
-        return found
+        return result
 
     @task(loop_because=LOOP, once=SECRETS)
     def unmask(

@@ -69,10 +69,10 @@ Numbers = dict[Entry, np.ndarray]
 
 def by_block(kind: Message | type[Message], numbers: Mapping[Entry, object]) -> dict[str, list[Entry]]:
     """Return the entries of each block, in the order in which they are masked."""
-    found: dict[str, list[Entry]] = {}
+    result: dict[str, list[Entry]] = {}
     for field, key in sorted(numbers, key=lambda entry: (entry[0], entry[1] or "")):
-        found.setdefault(owner(kind.declared[field], key), []).append((field, key))
-    return found
+        result.setdefault(owner(kind.declared[field], key), []).append((field, key))
+    return result
 
 
 @dataclass
@@ -107,9 +107,9 @@ class Vector:
 
     def parts(self) -> list[np.ndarray]:
         """Split `short` and `long` into the original tensors. This is the inverse of `of`."""
-        found, places = [], {True: 0, False: 0}
+        result, places = [], {True: 0, False: 0}
         for short, shape in self.forms:
             start, size = places[short], math.prod(shape)
-            found.append((self.short if short else self.long)[start : start + size].reshape(shape))
+            result.append((self.short if short else self.long)[start : start + size].reshape(shape))
             places[short] = start + size
-        return found
+        return result

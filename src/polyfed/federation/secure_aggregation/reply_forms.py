@@ -41,11 +41,11 @@ def alike(
             values[place] = own
     forms = {place: _by_block(kind, own) for place, own in values.items()}
     usual = {block: _most_frequent(block, group, forms) for block, group in groups.items()}
-    found: dict[int, Numbers] = {}
+    result: dict[int, Numbers] = {}
     for place, own in values.items():
         if forms[place] == {block: form for block, form in usual.items() if form and groups[block][place]}:
-            found[place] = {e: value.cpu().numpy().view(UNSIGNED[width[e[0]]]) for e, value in own.items()}
-    return found
+            result[place] = {e: value.cpu().numpy().view(UNSIGNED[width[e[0]]]) for e, value in own.items()}
+    return result
 
 
 def _by_block(kind: type[Message], values: Mapping[Entry, Tensor]) -> dict[str, Form]:

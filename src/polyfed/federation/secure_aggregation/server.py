@@ -228,15 +228,15 @@ class SecureSum:
         """
         givers = [(here.clients.index(client), reply) for client, reply in revealed.items()]
         givers = givers[: self.options.needed(len(here.clients))]
-        found: dict[int, bytes] = {}
+        result: dict[int, bytes] = {}
         for place in here.sent.nonzero()[0].tolist():
             name = "of_self_masks" if here.survivors[place] else "of_keys"
             shares = [(giver, getattr(reply, name)[place].cpu().numpy().tobytes()) for giver, reply in givers]
-            found[place] = masks.combined(shares)
+            result[place] = masks.combined(shares)
             lost = not here.survivors[place]
-            if lost and masks.public_key(found[place]) != here.cohort.keys[place, 1].tobytes():
+            if lost and masks.public_key(result[place]) != here.cohort.keys[place, 1].tobytes():
                 raise Abandoned(f"the shares of the key of client {here.clients[place]} do not give this key")
-        return found
+        return result
 
     def _unmasked(self, kind: type[Message], here: Session, seeds: Mapping[int, bytes]) -> dict[str, Numbers]:
         """Add the masked integers of the survivors for each block, and remove the masks that are left in the sums.

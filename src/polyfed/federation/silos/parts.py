@@ -82,9 +82,9 @@ class InSilos:
 
     def of(self, task: Task) -> Replies:
         """Return the replies to the only request for a task, which are empty if there was none."""
-        found = self.all_of(task)
-        assert len(found) <= 1
-        return found[0] if found else Replies([])
+        result = self.all_of(task)
+        assert len(result) <= 1
+        return result[0] if result else Replies([])
 
     def all_of(self, task: Task) -> list[Replies]:
         """Return the replies to each request for a task."""
@@ -115,7 +115,7 @@ def in_lockstep(fed: Asking, parts: Mapping[int, Part[Any]]) -> InSilos:
 
     A part that raises `TooFewReplies` leaves its silo out; the others go on.
     """
-    found, running = InSilos(), dict(parts)
+    result, running = InSilos(), dict(parts)
     said: dict[int, Any] = dict.fromkeys(running)
     while running:
         asks: dict[int, Ask] = {}
@@ -124,14 +124,14 @@ def in_lockstep(fed: Asking, parts: Mapping[int, Part[Any]]) -> InSilos:
                 asks[silo] = part.send(said[silo])
                 continue
             except StopIteration as end:
-                found.kept[silo] = end.value
+                result.kept[silo] = end.value
             except TooFewReplies as error:
-                found.missing[silo] = str(error)
+                result.missing[silo] = str(error)
             del running[silo]
         if asks:
-            replies = _asked(fed, list(asks.values()), found)
+            replies = _asked(fed, list(asks.values()), result)
             said = {silo: {c: replies[c] for c in ask.send if c in replies} for silo, ask in asks.items()}
-    return found
+    return result
 
 
 def _asked(fed: Asking, asks: Collection[Ask], found: InSilos) -> Replies:

@@ -71,12 +71,12 @@ class Wire:
     @property
     def idle(self) -> dict[str, str]:
         """The options that have no effect, each with the setting that causes this."""
-        found = {} if self.forms else {"error_feedback": "compress = 'none'"}
+        result = {} if self.forms else {"error_feedback": "compress = 'none'"}
         if "top-k" not in self.forms:
-            found["fraction"] = "a compress without 'top-k'"
+            result["fraction"] = "a compress without 'top-k'"
         if "int8" not in self.forms:
-            found["scale"] = "a compress without 'int8'"
-        return found
+            result["scale"] = "a compress without 'int8'"
+        return result
 
     def of(self, block: str) -> Packing | None:
         """Return how clients compress a block."""
@@ -167,7 +167,7 @@ class Compression:
         Args:
             got: the message that the client received.
         """
-        found: dict[Place, Slot] = {}
+        result: dict[Place, Slot] = {}
         for field, said in request.reply.declared.items():
             if not compressible(request.reply, field, type(got)):
                 continue
@@ -178,8 +178,8 @@ class Compression:
                 if packing is None or not base.numel() or not self._is_wide(name, base.dtype):
                     continue
                 if packing.size(tuple(base.shape), base.dtype) < raw:
-                    found[field, name] = Slot(packing, base, said.kind == "parameters")
-        return found
+                    result[field, name] = Slot(packing, base, said.kind == "parameters")
+        return result
 
     def sent(
         self, request: Request, client: int, got: Message, reply: Any, residuals: Tree
@@ -232,8 +232,8 @@ class Compression:
 
     def packings_down(self, msg: Message) -> Packings:
         """Return how the tensors of a message to clients are rounded."""
-        found = {(f, n): self.packing_down(type(msg), (f, n), value.dtype) for f, n, value in tensors(msg)}
-        return {place: packing for place, packing in found.items() if packing is not None}
+        result = {(f, n): self.packing_down(type(msg), (f, n), value.dtype) for f, n, value in tensors(msg)}
+        return {place: packing for place, packing in result.items() if packing is not None}
 
     def pieces_down(self, msg: Message) -> Pieces:
         """Return what is sent in place of the rounded tensors of a message, which `rounded` has made."""

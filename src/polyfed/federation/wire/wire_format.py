@@ -252,7 +252,7 @@ def _read(
 ) -> tuple[Tensor, int]:
     """Return a tensor that begins at a place of the body, and where it ends."""
     packing = None if unpacking is None else unpacking.packing(of, shape, dtype)
-    found: list[Tensor] = []
+    result: list[Tensor] = []
     for kind, sides in ((dtype, shape),) if packing is None else packing.layout(shape, dtype):
         size = math.prod(sides) * kind.itemsize
         blank = gap(place, size)
@@ -261,13 +261,13 @@ def _read(
         place += blank
         if place + size > len(body):
             raise BadReply(f"{of[0]} runs past the end of the message")
-        found.append(_tensor(body, place, kind, sides, shared=shared))
+        result.append(_tensor(body, place, kind, sides, shared=shared))
         place += size
     if packing is None or unpacking is None:
-        return found[0], place
-    if flaw := packing.flaw(tuple(found), shape):
+        return result[0], place
+    if flaw := packing.flaw(tuple(result), shape):
         raise BadReply(f"{of[0]}.{of[1]} {flaw}")
-    return unpacking.value(of, tuple(found), shape, dtype), place
+    return unpacking.value(of, tuple(result), shape, dtype), place
 
 
 def _empty(expected: type[Message]) -> dict[str, Tensor | Tree | None]:

@@ -52,12 +52,12 @@ def read(table: Mapping[str, Any]) -> Lora:
     targets = table.get("target_modules")
     if not (isinstance(targets, list | tuple) and targets and all(isinstance(name, str) for name in targets)):
         raise ModelError(f"lora.target_modules = {targets!r}: give the names of layers, e.g. ['query', 'value'].")
-    found = Lora(**{**table, "target_modules": tuple(targets)})
-    whole("lora.r", found.r)
-    probability("lora.dropout", found.dropout)
-    if isinstance(found.alpha, bool) or not isinstance(found.alpha, int | float) or not found.alpha > 0:
-        raise ModelError(f"lora.alpha = {found.alpha!r}: give a number above 0.")
-    return found
+    result = Lora(**{**table, "target_modules": tuple(targets)})
+    whole("lora.r", result.r)
+    probability("lora.dropout", result.dropout)
+    if isinstance(result.alpha, bool) or not isinstance(result.alpha, int | float) or not result.alpha > 0:
+        raise ModelError(f"lora.alpha = {result.alpha!r}: give a number above 0.")
+    return result
 
 
 def pairs(names: Iterable[str]) -> tuple[tuple[str, str], ...]:

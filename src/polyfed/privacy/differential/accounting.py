@@ -126,11 +126,11 @@ def _epsilon(accounting: Accounting, noise_multiplier: float, rounds: int) -> fl
 @lru_cache(maxsize=256)
 def _noise_multiplier(accounting: Accounting, epsilon: float, count: int) -> float:
     dp = _library()
-    found = dp.calibrate_dp_mechanism(
+    result = dp.calibrate_dp_mechanism(
         lambda: _fresh(accounting),
         lambda value: _event(accounting, max(value, STEP), count),  # the search begins at 0, where epsilon is undefined
         epsilon,
         accounting.delta,
         tol=STEP,
     )
-    return float(round((found // STEP + 1) * STEP, 10))
+    return float(round((result // STEP + 1) * STEP, 10))

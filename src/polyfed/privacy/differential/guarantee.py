@@ -65,14 +65,14 @@ class Guarantee:
 
     def by_block(self, rounds: int) -> dict[str, dict[str, float | None]]:
         """Return block -> kind of data -> epsilon of these rounds, or None for data that clients send unprotected."""
-        found: dict[str, dict[str, float | None]] = {}
+        result: dict[str, dict[str, float | None]] = {}
         for part, state in self.parts:
-            kinds = found.setdefault(part.block, {})
+            kinds = result.setdefault(part.block, {})
             if state == UNPROTECTED:
                 kinds[part.kind] = None
             elif state == PROTECTED and part.kind not in kinds:
                 kinds[part.kind] = self.epsilon(rounds, part.block)
-        return {block: kinds for block, kinds in found.items() if kinds}
+        return {block: kinds for block, kinds in result.items() if kinds}
 
     def after(self, rounds: int) -> dict[str, Any]:
         """Return the epsilon that these rounds have spent, for a line of rounds.jsonl."""
@@ -173,34 +173,34 @@ class Guarantee:
             f"(noise multiplier {self.mechanism.noise_multiplier:g}, clip norm {spec.clip_norm:g}, clip {spec.clip}, "
             f"accountant {spec.accountant})"
         )
-        found = [head, f"Protects: {self.protects}. {self.assumption}", self.stop_note]
+        result = [head, f"Protects: {self.protects}. {self.assumption}", self.stop_note]
         if rule := self.mechanism.adaptive:
-            found.append(
+            result.append(
                 f"Adaptive clipping: the clip norm starts at {spec.clip_norm:g} and follows the {rule.quantile:g} "
                 "quantile of the norms of the updates. The updates have noise multiplier "
                 f"{self.mechanism.update_noise:.4f}, and the number of updates below the clip norm has noise with "
                 f"standard deviation {rule.count_noise:g}"
             )
         if self.noise_norm is not None:
-            found.append(
+            result.append(
                 f"Noise: in the mean of a round, the norm of the noise is about {self.noise_norm:.3g} times clip_norm. "
                 "The norm of the mean update is at most clip_norm, so the model learns less if this number is larger"
             )
         if self.not_covered:
-            found.append(f"Epsilon does not cover: {'; '.join(self.not_covered)}")
+            result.append(f"Epsilon does not cover: {'; '.join(self.not_covered)}")
         if not self.mechanism.secure:
-            found.append(
+            result.append(
                 "A simulation draws the noise from the seed of the run. It measures the accuracy and protects nobody. "
                 "In a deployment, devices and the server draw the noise from the operating system"
             )
         if names := in_words([part for part, state in self.parts if state == WITHHELD]):
-            found.append(f"Withheld, so clients send zeros: {names}")
+            result.append(f"Withheld, so clients send zeros: {names}")
         if names := in_words(self.unprotected):
-            found.append(
+            result.append(
                 f"NOT PROTECTED: {names}. Epsilon bounds only what the protected parts reveal in addition to these "
                 "parts, and is no guarantee for the whole run"
             )
-        return [text for text in found if text]
+        return [text for text in result if text]
 
 
 def number(epsilon: float) -> str:
@@ -217,17 +217,17 @@ def number(epsilon: float) -> str:
 
 def in_words(parts: Sequence[Announced]) -> str:
     """List fields with their kind and their blocks, as `Update.loss (statistic of shared)`."""
-    found: dict[tuple[str, str, str], list[str]] = {}
+    result: dict[tuple[str, str, str], list[str]] = {}
     for part in parts:
-        blocks = found.setdefault((part.message, part.field, part.kind), [])
+        blocks = result.setdefault((part.message, part.field, part.kind), [])
         if part.block not in blocks:
             blocks.append(part.block)
-    return ", ".join(f"{m}.{f} ({kind} of {', '.join(blocks)})" for (m, f, kind), blocks in found.items())
+    return ", ".join(f"{m}.{f} ({kind} of {', '.join(blocks)})" for (m, f, kind), blocks in result.items())
 
 
 def states_of(parts: Mapping[tuple[str, str, str], Announced], mechanism: Mechanism) -> list[tuple[Announced, str]]:
     """Return every part of a reply that depends on data, with `PROTECTED`, `UNPROTECTED` or `WITHHELD`."""
-    found = []
+    result = []
     for part in parts.values():
         if part.random:
             continue
@@ -236,5 +236,5 @@ def states_of(parts: Mapping[tuple[str, str, str], Announced], mechanism: Mechan
             state = PROTECTED
         elif part.field in mechanism.withheld.get(part.task, ()):
             state = WITHHELD
-        found.append((part, state))
-    return found
+        result.append((part, state))
+    return result

@@ -119,11 +119,11 @@ class Mechanism:
         """Return the parameters (K, ...) with clipped updates, and with noise if the clients add it."""
         updates = {name: stack - sent[name] for name, stack in trained.items()}
         factors = self.clip.factors(updates)
-        found: Tree = {}
+        result: Tree = {}
         for name, update in updates.items():
             bounded = scaled(update, factors[name]) if self.central else self._noisy(update, factors[name], name, keys)
-            found[name] = sent[name] + bounded
-        return found
+            result[name] = sent[name] + bounded
+        return result
 
     def _noisy(self, updates: Tensor, factors: Tensor, name: str, keys: Sequence[int]) -> Tensor:
         """Return the clipped updates (K, ...) with the noise of each client."""

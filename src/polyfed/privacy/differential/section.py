@@ -95,7 +95,7 @@ class Privacy:
     @property
     def idle(self) -> dict[str, str]:
         """The options that have no effect, each with the setting that causes this."""
-        found = {"noise_at": 'unit = "example"'} if self.unit == "example" else {}
+        result = {"noise_at": 'unit = "example"'} if self.unit == "example" else {}
         if not self.adaptive:
-            found |= dict.fromkeys(("clip_quantile", "clip_lr", "count_noise"), f'clip = "{self.clip}"')
-        return found
+            result |= dict.fromkeys(("clip_quantile", "clip_lr", "count_noise"), f'clip = "{self.clip}"')
+        return result

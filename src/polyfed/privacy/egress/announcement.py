@@ -152,15 +152,15 @@ class Announcement:
         Raises:
             RecipeError: a field is declared for a modality that the federation does not have.
         """
-        found: dict[tuple[str, str, str], Announced] = {}
+        result: dict[tuple[str, str, str], Announced] = {}
         for task, (reply, destination) in self.answers.items():
             for field, said in reply.declared.items():
                 self._check_owner(f"{reply.__name__}.{field}", said)
                 for block in self.holder.blocks(said):
                     kept = said.kind in OF_THE_MODEL and block in self.private.blocks
                     if not kept and self._will_leave(task, field, block):
-                        found[task, field, block] = self._row(task, reply, field, block, destination)
-        return found
+                        result[task, field, block] = self._row(task, reply, field, block, destination)
+        return result
 
     @cached_property
     def names(self) -> dict[tuple[str, str], frozenset[str]]:

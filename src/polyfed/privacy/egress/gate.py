@@ -66,8 +66,8 @@ class EgressGate:
         """
         policy, name = self.announcement.policy, type(own).__name__
         parts = [part for part in crossings(own) if self.on_device or not self._comes_back(request, part)]
-        found = (rejection(part, request.scope, policy, self.clients[0], name) for part in parts)
-        return next(filter(None, found), "")
+        result = (rejection(part, request.scope, policy, self.clients[0], name) for part in parts)
+        return next(filter(None, result), "")
 
     def _comes_back(self, request: Request, part: Crossing) -> bool:
         """Return whether an honest reply holds this part too. The refusal to send it then says more."""

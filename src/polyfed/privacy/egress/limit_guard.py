@@ -266,9 +266,9 @@ class LimitedClientData(ClientData):
     @override
     def batch(self, train: Train, number: int | Tensor, *, model: Model | None = None, stream: int = 0) -> Batch:
         self._read()
-        found = self._view.batch(train, number, model=model, stream=stream)
-        self._guard.check_batch(_different(found))
-        return found
+        result = self._view.batch(train, number, model=model, stream=stream)
+        self._guard.check_batch(_different(result))
+        return result
 
     @override
     def fold(self, step: Step, carry: Any, *, batch_size: int = FOLD_BATCH) -> Any:
@@ -327,8 +327,8 @@ def rows_of_classes(view: ClientData, num_classes: int) -> dict[str, Tensor]:
         masks = {SHARED: torch.ones(len(batch.y), device=batch.y.device)} | {
             m: p.float() for m, p in batch.present.items()
         }
-        found = {name: batch.sum(member * mask.unsqueeze(-1)) for name, mask in masks.items()}
-        return {name: counts[name] + value if name in counts else value for name, value in found.items()}
+        result = {name: batch.sum(member * mask.unsqueeze(-1)) for name, mask in masks.items()}
+        return {name: counts[name] + value if name in counts else value for name, value in result.items()}
 
     counts: dict[str, Tensor] = view.fold(step, {})
     return counts or {SHARED: torch.zeros(num_classes)}

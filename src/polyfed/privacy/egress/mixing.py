@@ -87,11 +87,11 @@ def mixing(
     except Exception as error:  # whatever the user's own module raises
         text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         return Mixing(frozenset(read), f"polyfed cannot record its operations, as it raises {text}; {AVOIDS}")
-    found = {
+    result = {
         name: others for name in reached if (others := reached[name] - {block_of(name)}) and block_of(name) in read
     }
-    blocks = frozenset(map(block_of, found))
-    return Mixing(blocks, _in_model(model, min(found), min(found[min(found)]))) if found else Mixing()
+    blocks = frozenset(map(block_of, result))
+    return Mixing(blocks, _in_model(model, min(result), min(result[min(result)]))) if result else Mixing()
 
 
 def _in_training(method: Trained, objective: Objective, privacy: Mechanism | None) -> str:
@@ -182,13 +182,13 @@ class _Recorded:
         return Batch(x=x, y=torch.zeros(ROWS, dtype=torch.int64), rows=torch.arange(ROWS), present=present, key=key)
 
     def _gradients(self, w: Tree, x: Tree, present: Tree, error: Tensor) -> list[tuple[Tensor | None, ...]]:
-        found: list[tuple[Tensor | None, ...]] = []
+        result: list[tuple[Tensor | None, ...]] = []
         for there, key in (({}, 1), (present, 1), (present, None)):
             leaves = {n: v.detach().requires_grad_() if n in self.trained else v for n, v in w.items()}
             outputs = self.objective.outputs(self.model, leaves, self._batch(x, there, key))
             trained = [leaves[name] for name in self.trained]
-            found.append(torch.autograd.grad(outputs, trained, error, allow_unused=True) if trained else ())
-        return found
+            result.append(torch.autograd.grad(outputs, trained, error, allow_unused=True) if trained else ())
+        return result
 
 
 def _reached(recorded: _Recorded) -> dict[str, set[str]]:
@@ -203,10 +203,10 @@ def _reached(recorded: _Recorded) -> dict[str, set[str]]:
     changed = True
     while changed:  # a tensor reads in the next step what another one has read in this step
         changed = False
-        for found in reads.values():
-            more = set().union(*(reads[other] for kind, other in found if kind == "tensor")) - found
+        for result in reads.values():
+            more = set().union(*(reads[other] for kind, other in result if kind == "tensor")) - result
             changed = changed or bool(more)
-            found |= more
+            result |= more
     return {name: {other for kind, other in found if kind == "sample"} for name, found in reads.items()}
 
 

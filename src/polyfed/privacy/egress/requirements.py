@@ -163,8 +163,8 @@ class Requirements:
 
         def noisy(value: Tensor) -> Tensor:
             noise = discrete_gaussian(None, "count", tuple(value.shape), value.device)
-            found: Tensor = ((value.to(torch.float64) * steps + noise) / steps).round()
-            return found
+            result: Tensor = ((value.to(torch.float64) * steps + noise) / steps).round()
+            return result
 
         if (own := getattr(reply, "with_noise", None)) is not None:
             return own(noisy, STEPS / steps)

@@ -124,14 +124,14 @@ class Comparison:
         """
         shown = {column.name: column for column in self.columns}
         names = list(dict.fromkeys([*shown, *(name for group in self.groups for name in group.cells)]))
-        found: dict[str, Column] = {}
+        result: dict[str, Column] = {}
         unknown = []
         for pattern in patterns:
             matched = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"metrics.{pattern}")]
             unknown += [] if matched else [pattern]
             for name in matched:
                 plain = Column(name, name.removeprefix("metrics."), unit_of(name.rpartition(".")[2]))
-                found[name] = shown.get(name, plain)
+                result[name] = shown.get(name, plain)
         if unknown:
             near = dict.fromkeys(name for pattern in unknown for name in get_close_matches(pattern, names, cutoff=0.3))
             wrong = " or ".join(map(repr, unknown))
@@ -139,7 +139,7 @@ class Comparison:
                 f"--columns: no run has a number {wrong}. Similar: {', '.join(near) or 'none'}; "
                 "`polyfed compare DIR --format csv` has all of them"
             )
-        return replace(self, columns=tuple(found.values()), chosen=True)
+        return replace(self, columns=tuple(result.values()), chosen=True)
 
     @property
     def not_compared(self) -> tuple[str, ...]:
@@ -156,31 +156,31 @@ class Comparison:
         scores are those of clients' own models; the runs of a group do not all have the same data; several runs of a
         group have the same seed and fold; a group has the settings that the search chose for another method.
         """
-        found = [*self.not_compared]
+        result = [*self.not_compared]
         twins: dict[tuple[Path, ...], list[str]] = {}
         for group in self.groups:
             twins.setdefault(tuple(folder.path for folder in group.folders), []).append(group.name)
-        found += [f"{' and '.join(names)}: {SHARED_RUNS}" for names in twins.values() if len(names) > 1]
-        found += other_models(self.groups)
+        result += [f"{' and '.join(names)}: {SHARED_RUNS}" for names in twins.values() if len(names) > 1]
+        result += other_models(self.groups)
         for group in self.groups:
             if any(name.startswith(OWN_MODELS) for name in group.cells):
-                found.append(
+                result.append(
                     f"{group.name}: it has no global model. The scores on the server's test rows are the mean over the "
                     "clients' own models"
                 )
             if names := group.other_data:
-                found.append(
+                result.append(
                     f"{group.name}: not all runs have the same data; other rows or values in {', '.join(names)}"
                 )
             runs = list(zip(group.seeds, group.folds, strict=True))
             for seed, fold in sorted(set(runs)):
                 where = f" at {fold}" if group.num_folds > 1 else ""
                 if (times := runs.count((seed, fold))) > 1:
-                    found.append(f"{group.name}: seed {seed}{where} occurs {times} times, the spread is too small")
+                    result.append(f"{group.name}: seed {seed}{where} occurs {times} times, the spread is too small")
             if group.settings_of:
-                found.append(f"{group.name}: uses the settings that the search chose for {group.settings_of}")
-            found += [f"{group.name}: {note}" for note in group.notes]
-        return tuple(found)
+                result.append(f"{group.name}: uses the settings that the search chose for {group.settings_of}")
+            result += [f"{group.name}: {note}" for note in group.notes]
+        return tuple(result)
 
     def cell(self, group: Group, column: Column) -> str:
         """Return a cell as text, with "(n=...)" at the end if only n of the group's runs have this value."""
@@ -287,14 +287,14 @@ def _names(firsts: Sequence[tuple[Folder, NamedRun | None]]) -> list[tuple[str, 
     plain = [folder for folder, own in firsts if own is None]
     words = iter(zip(labels_of(plain), parts_of(plain), strict=True))
     several = len({own.scenario for _, own in firsts if own is not None}) > 1
-    found = []
+    result = []
     for folder, own in firsts:
         if own is None:
             label, (method, scenario) = next(words)
-            found.append((label, NamedRun(folder.path, method, scenario)))
+            result.append((label, NamedRun(folder.path, method, scenario)))
         else:
-            found.append((f"{own.method} in {own.scenario}" if several else own.method, own))
-    return found
+            result.append((f"{own.method} in {own.scenario}" if several else own.method, own))
+    return result
 
 
 def _group(label: str, folders: list[Folder], reach: float | None) -> Group:

@@ -25,8 +25,8 @@ FOLD_KEYS = ("data.test_session", "data.fold", "clients.fold")
 
 def fold_of(folder: Folder) -> str:
     """Return the fold of a run as text, such as `test_session=5`, or "" if its data has no such option."""
-    found = [(name, folder.recipe.get(section, {})) for section, _, name in (key.partition(".") for key in FOLD_KEYS)]
-    return " ".join(f"{name}={own[name]}" for name, own in found if name in own)
+    result = [(name, folder.recipe.get(section, {})) for section, _, name in (key.partition(".") for key in FOLD_KEYS)]
+    return " ".join(f"{name}={own[name]}" for name, own in result if name in own)
 
 
 def confusion_of(folder: Folder) -> Tensor | None:
@@ -37,14 +37,14 @@ def confusion_of(folder: Folder) -> Tensor | None:
     Raises:
         DataError: the matrix is not square.
     """
-    found: Any = None
+    result: Any = None
     for row in folder.rounds():
-        found = row.get("confusion")
-    if found is None:
+        result = row.get("confusion")
+    if result is None:
         return None
-    if any(len(row) != len(found) for row in found):
+    if any(len(row) != len(result) for row in result):
         raise damaged(folder.path / ROUNDS, "the last confusion matrix is not square")
-    return torch.tensor(found, dtype=torch.float64)
+    return torch.tensor(result, dtype=torch.float64)
 
 
 def _by_seed(folders: Sequence[Folder]) -> Iterator[list[Folder]]:

@@ -66,10 +66,10 @@ def _distinct(tables: Sequence[Mapping[str, Any]], head: str) -> list[str]:
 
 def flat(table: dict[str, Any], head: str = "") -> dict[str, Any]:
     """Nested tables as one flat table with dotted names."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in table.items():
-        found |= flat(value, f"{head}{key}.") if isinstance(value, dict) else {f"{head}{key}": value}
-    return found
+        result |= flat(value, f"{head}{key}.") if isinstance(value, dict) else {f"{head}{key}": value}
+    return result
 
 
 def labels_of(folders: Sequence[Folder]) -> list[str]:

@@ -23,13 +23,13 @@ def notes_of(runs: Sequence[Iterable[str]]) -> list[str]:
     Args:
         runs: the notes of each run.
     """
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     for notes in runs:
         for key, note in {NUMBER.sub("0", note): note for note in notes}.items():
-            found.setdefault(key, []).append(note)
+            result.setdefault(key, []).append(note)
     return [
         first if len(rest) + 1 == len(runs) else f"{first} ({len(rest) + 1} of {len(runs)} runs)"
-        for first, *rest in found.values()
+        for first, *rest in result.values()
     ]
 
 

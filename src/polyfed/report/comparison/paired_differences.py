@@ -78,8 +78,8 @@ class Evidence:
     def units(self) -> str:
         """Return over what the runs of a method vary: "seed", "fold", or "seed and fold"."""
         runs = {run for own in self.scores.values() for run in own}
-        found = [word for place, word in enumerate(("seed", "fold")) if len({run[place] for run in runs}) > 1]
-        return " and ".join(found) or "seed"
+        result = [word for place, word in enumerate(("seed", "fold")) if len({run[place] for run in runs}) > 1]
+        return " and ".join(result) or "seed"
 
     @property
     def folded(self) -> bool:
@@ -221,10 +221,10 @@ def metrics_of(comparison: Comparison, metric: str | None = None) -> list[tuple[
 
 def metric_by_scenario(comparison: Comparison, metrics: Sequence[Sequence[str]]) -> dict[str, Metric]:
     """Return scenario -> its metric, given the metrics of each group as `metrics_of` returns them."""
-    found: dict[str, list[tuple[Group, Sequence[str]]]] = {}
+    result: dict[str, list[tuple[Group, Sequence[str]]]] = {}
     for group, words in zip(comparison.groups, metrics, strict=True):
-        found.setdefault(group.scenario, []).append((group, words))
-    return {scenario: _metric_of(groups) for scenario, groups in found.items()}
+        result.setdefault(group.scenario, []).append((group, words))
+    return {scenario: _metric_of(groups) for scenario, groups in result.items()}
 
 
 def _metric_of(groups: Sequence[tuple[Group, Sequence[str]]]) -> Metric:

@@ -59,12 +59,12 @@ class MeanRanks:
     def cliques(self) -> tuple[tuple[int, ...], ...]:
         """The largest sets of methods whose mean ranks differ by less than the critical difference, sorted by rank."""
         order = sorted(range(len(self.ranks)), key=lambda method: self.ranks[method])
-        found: list[tuple[int, ...]] = []
+        result: list[tuple[int, ...]] = []
         for start, first in enumerate(order):
             alike = tuple(m for m in order[start:] if self.ranks[m] - self.ranks[first] < self.critical)
-            if len(alike) > 1 and not any(set(alike) <= set(other) for other in found):
-                found.append(alike)
-        return tuple(found)
+            if len(alike) > 1 and not any(set(alike) <= set(other) for other in result):
+                result.append(alike)
+        return tuple(result)
 
 
 MOST_PAIRS = 10_000

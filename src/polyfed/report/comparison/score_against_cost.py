@@ -48,7 +48,7 @@ def progressions(comparison: Comparison, metric: str | None = None) -> dict[str,
     Args:
         metric: a metric of the rounds, such as `global.uar`. If None, it is chosen as in `evidence`.
     """
-    found: dict[str, list[Progression]] = {cost: [] for cost in COSTS}
+    result: dict[str, list[Progression]] = {cost: [] for cost in COSTS}
     for group, metrics in zip(comparison.groups, metrics_of(comparison, metric), strict=True):
         pasts = [history.read(folder) for folder in group.folders]
         column = next((m for m in metrics if any(m in past.columns for past in pasts)), None)
@@ -57,8 +57,8 @@ def progressions(comparison: Comparison, metric: str | None = None) -> dict[str,
         for cost in COSTS:
             points = _points(pasts, column, cost)
             if points:
-                found[cost].append(_progression(group, points))
-    return {cost: groups for cost, groups in found.items() if groups}
+                result[cost].append(_progression(group, points))
+    return {cost: groups for cost, groups in result.items() if groups}
 
 
 def price_charts(comparison: Comparison, metric: str | None = None) -> list[Chart]:

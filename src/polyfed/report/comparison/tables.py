@@ -58,8 +58,8 @@ def tests_of(proof: Evidence) -> list[Sheet]:
 
     A table is left out if there are no such tests.
     """
-    found = (differences_sheet(proof), placebos_sheet(proof), ranks_sheet(proof))
-    return [sheet for sheet in found if sheet is not None]
+    result = (differences_sheet(proof), placebos_sheet(proof), ranks_sheet(proof))
+    return [sheet for sheet in result if sheet is not None]
 
 
 def scenarios_sheet(comparison: Comparison, proof: Evidence) -> Sheet | None:

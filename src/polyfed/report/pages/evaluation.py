@@ -36,7 +36,7 @@ def tables(content: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[s
     """Return the tables of an evaluation: (title, headings, rows)."""
     pooled, sites = content["pooled"], content["sites"]
     several = {"all": pooled, **sites} if len(sites) > 1 else {"all": pooled}
-    found = [_pooled(pooled)]
+    result = [_pooled(pooled)]
     score = content["score"]
     if len(several) > 1:
         shown = [name for name in dict.fromkeys((score, *BESIDE)) if name in pooled["metrics"]]
@@ -45,7 +45,7 @@ def tables(content: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[s
             [f"{site}{mark[one['hidden']]}", f"{one['rows']:,}", *(_of_site(one, name, score) for name in shown)]
             for site, one in several.items()
         ]
-        found.append(("By site", ["site", "rows", *map(title_of, shown)], rows))
+        result.append(("By site", ["site", "rows", *map(title_of, shown)], rows))
     if pooled["support"]:
         classes = content.get("classes") or [str(number) for number in range(len(pooled["support"]))]
         few = several if len(several) <= MOST_SITES else {"all": pooled}
@@ -53,7 +53,7 @@ def tables(content: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[s
             [str(name), *(f"{one['support'][place]:,}" if one["support"] else "0" for one in few.values())]
             for place, name in enumerate(classes)
         ]
-        found.append(("Rows of each class", ["class", *few], lines))
+        result.append(("Rows of each class", ["class", *few], lines))
     for column, groups in pooled.get("groups", {}).items():
         few = several if len(several) <= MOST_SITES else {"all": pooled}
         lines = [
@@ -66,8 +66,8 @@ def tables(content: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[s
         by = "by what a row lacks" if column == "missing" else f"by {column}"
         over = f"; those of all are over up to {clients:,} clients" if clients else ""
         title = f"{title_of(score)} {by}, with rows and 95 % intervals over rows{over}"
-        found.append((title, ["", *few], [[*line, *[""] * (1 + len(few) - len(line))] for line in lines]))
-    return found + _compared(content.get("comparison"))
+        result.append((title, ["", *few], [[*line, *[""] * (1 + len(few) - len(line))] for line in lines]))
+    return result + _compared(content.get("comparison"))
 
 
 BESIDE = ("auroc", "loss")
@@ -90,10 +90,10 @@ def _pooled(pooled: Mapping[str, Any]) -> tuple[str, list[str], list[list[str]]]
 
 
 def _of_site(one: Mapping[str, Any], name: str, score: str) -> str:
-    told = one["metrics"].get(name)
-    if name == score or told is None:
-        return cell(told, name)
-    return number_of(told["value"], unit_of(name))
+    result = one["metrics"].get(name)
+    if name == score or result is None:
+        return cell(result, name)
+    return number_of(result["value"], unit_of(name))
 
 
 def _group(told: Mapping[str, Any], score: str, *, hidden: bool) -> str:
@@ -138,37 +138,37 @@ def _compared(told: Mapping[str, Any] | None) -> list[tuple[str, list[str], list
 
 def notes(content: Mapping[str, Any]) -> list[str]:
     """Return what the reader of the tables must know."""
-    pooled, found = content["pooled"], []
+    pooled, result = content["pooled"], []
     told = content.get("model", {})
     if told.get("round"):
         best = told.get("best_round")
         other = f"; its best round is {best} (--best)" if best not in (None, told["round"]) else ""
-        found.append(f"the model is that of round {told['round']}{other}")
+        result.append(f"the model is that of round {told['round']}{other}")
     if pooled["hidden"]:
-        found.append("* a class or group with fewer rows than [limits] min_group is hidden, and not in the sums")
+        result.append("* a class or group with fewer rows than [limits] min_group is hidden, and not in the sums")
     if any("clients" in one for one in pooled["metrics"].values()):
-        found.append(
+        result.append(
             "over rows: as if all rows were independent; over clients: as a sample of clients, whose rows are alike, "
             "as you need it to speak of new clients"
         )
     if "delong_within_sites" in content.get("comparison", {}):
-        found.append(
+        result.append(
             "AUROCs within sites compare no rows of two sites, and are averaged by rows, for these sites; the paired "
             "bootstrap needs the answers for single rows, which no device sends"
         )
     if pooled.get("float32"):
-        found.append(
+        result.append(
             "the model cannot compute in float64, so the last digits depend on who holds a row and on its machine"
         )
     if WITHIN in pooled["metrics"]:
-        found.append("a query searches the rows of its own site; recall and rank are easier at a site of few rows")
+        result.append("a query searches the rows of its own site; recall and rank are easier at a site of few rows")
     if "c_index_within_sites" in pooled["metrics"]:
-        found.append("the C-index within sites compares no rows of two sites, which no sums of sites can do")
+        result.append("the C-index within sites compares no rows of two sites, which no sums of sites can do")
     if any("error" in one for one in pooled["metrics"].values()):
-        found.append(
+        result.append(
             "AUROC and average precision come from histograms; their intervals include the largest error of that"
         )
-    return found
+    return result
 
 
 def page(content: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:

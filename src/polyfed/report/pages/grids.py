@@ -116,11 +116,11 @@ def class_scores(past: History, folder: Folder) -> list[ClassScore]:
     names = class_names(folder, len(matrix))
     right, there, taken = matrix.diagonal(), matrix.sum(1), matrix.sum(0)
     wrong = matrix - np.diag(right)
-    found = []
+    result = []
     for number, name in enumerate(names[:MOST_CLASSES]):
         most = int(wrong[number].argmax())
         times = int(wrong[number, most])
-        found.append(
+        result.append(
             ClassScore(
                 name,
                 int(there[number]),
@@ -129,7 +129,7 @@ def class_scores(past: History, folder: Folder) -> list[ClassScore]:
                 (names[most], times) if times else None,
             )
         )
-    return found
+    return result
 
 
 def labels(folder: Folder) -> Grid | None:
@@ -173,12 +173,12 @@ def modality_table(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     total, rows = sum(group["clients"] for group in groups), sum(group["rows"] for group in groups)
     names = dict.fromkeys(name for group in groups for name in group["modalities"])
-    found = []
+    result = []
     for name in names:
         own = [group for group in groups if name in group["modalities"]]
         clients = sum(group["clients"] for group in own)
         held = sum(group["rows"] - group["lacking"].get(name, 0) for group in own)
-        found.append(
+        result.append(
             {
                 "name": name,
                 "clients": clients,
@@ -187,4 +187,4 @@ def modality_table(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "row_share": held / rows if rows else None,
             }
         )
-    return found
+    return result

@@ -17,13 +17,13 @@ def sums(rows: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> list[di
         rows: the rows, in the order of the log.
         names: names of clients.
     """
-    found = dict[tuple[Any, ...], dict[str, Any]]()
+    result = dict[tuple[Any, ...], dict[str, Any]]()
     for row in rows:
         key = tuple(row.get(name) for name in SAME)
-        one = found.setdefault(key, dict(zip(SAME, key, strict=True)) | {"first": row["time"], "parts": 0, "bytes": 0})
+        one = result.setdefault(key, dict(zip(SAME, key, strict=True)) | {"first": row["time"], "parts": 0, "bytes": 0})
         one |= {"last": row["time"], "parts": one["parts"] + 1, "name": names.get(row.get("client", -1), "")}
         one["bytes"] += row["bytes"] if row["verdict"] == "allowed" else 0
-    return sorted(found.values(), key=lambda one: (str(one["client"]), one["first"], str(one["block"]), one["kind"]))
+    return sorted(result.values(), key=lambda one: (str(one["client"]), one["first"], str(one["block"]), one["kind"]))
 
 
 def write_log_page(

@@ -125,7 +125,7 @@ def sections_of(
     folder: Folder, past: history.History, modalities: Sequence[str], baseline: Folder | None
 ) -> dict[str, list[charts.Chart]]:
     """Return the charts of each section of the page, without charts that have no values."""
-    found = {
+    result = {
         "curves": charts.charts_of(past, modalities, folder.facts.get("captions", {})),
         "quality": client_charts.calibration(folder),
         "clients": client_charts.gains(past, folder, baseline),
@@ -134,7 +134,7 @@ def sections_of(
         "entries": client_charts.coefficients(past),
         "privacy": privacy.chart(past, modalities),
     }
-    return {name: [chart for chart in own if chart.has_values] for name, own in found.items()}
+    return {name: [chart for chart in own if chart.has_values] for name, own in result.items()}
 
 
 def numbered(sections: Mapping[str, Sequence[charts.Chart]]) -> dict[str, list[tuple[int, charts.Chart]]]:
@@ -183,11 +183,11 @@ def personal_remark(known: Mapping[str, Any], worst: float | None, head: Headlin
         worst: the score of the worst client, or None.
         head: the main metric.
     """
-    found = [interval_of(known["mean"], head.unit)] if "mean" in known else []
+    result = [interval_of(known["mean"], head.unit)] if "mean" in known else []
     if worst is not None:
         rows = f" ({interval_of(known['worst'], head.unit)})" if "worst" in known else ""
-        found.append(f"worst client {words.number_of(worst, head.unit)}{rows}")
-    return "; ".join(found)
+        result.append(f"worst client {words.number_of(worst, head.unit)}{rows}")
+    return "; ".join(result)
 
 
 def tiles(folder: Folder, past: history.History, modalities: Sequence[str]) -> list[tuple[str, str, str]]:
@@ -260,10 +260,10 @@ def scores_by_lack(past: history.History, known: Mapping[str, Any]) -> list[tupl
     """
     unit = past.headline.unit
     names = lacks_in(past.columns)
-    found = [(lacks_title(n), past.last(f"global.{LACKS}{n}"), interval_of(known.get(LACKS + n), unit)) for n in names]
+    result = [(lacks_title(n), past.last(f"global.{LACKS}{n}"), interval_of(known.get(LACKS + n), unit)) for n in names]
     whole = past.headline.score
     everyone = (AS_THEY_COME, past.last(f"global.{whole}"), interval_of(known.get(whole), unit))
-    return [everyone, *found] if found else []
+    return [everyone, *result] if result else []
 
 
 def subset_scores(
@@ -345,7 +345,7 @@ def matrices(sums: egress.Egress, folder: Folder, modalities: Sequence[str]) -> 
     lines = {(block, way): frozenset(kinds) for block, row in policy.items() for way, kinds in row.items()}
     rules = Policy(lines).for_client(modalities)
     ways = [way for way in DESTINATIONS if way == "server" or any(place[2] == way for place in sums.places)]
-    found = []
+    result = []
     for way, title in WAYS.items():
         places = [place for place in sums.places if place[2] == way]
         if not places and way != "server":
@@ -361,8 +361,8 @@ def matrices(sums: egress.Egress, folder: Folder, modalities: Sequence[str]) -> 
                 allowed = [kind for kind in kinds if any(rules.accepts(kind, block, to) for to in ways)]
             cells = [_cell(sums, (block, kind, way), kind in allowed, most) for kind in kinds]
             rows.append((block, cells))
-        found.append({"title": title, "kinds": kinds, "rows": rows, "is_gated": way != "client"})
-    return found
+        result.append({"title": title, "kinds": kinds, "rows": rows, "is_gated": way != "client"})
+    return result
 
 
 def _cell(sums: egress.Egress, place: egress.Place, allowed: bool, most: int) -> dict[str, Any]:

@@ -141,29 +141,29 @@ def numbers(row: dict[str, Any], rising: bool = True) -> dict[str, float | None]
     Args:
         rising: whether larger scores of clients are better.
     """
-    found: dict[str, float | None] = {}
+    result: dict[str, float | None] = {}
     for name in ("train_loss", "bytes_up", "bytes_down", "simulated_seconds"):
         if name in row:
-            found[name] = finite(row[name])
-    found["cohort"] = float(len(row.get("cohort", ())))
+            result[name] = finite(row[name])
+    result["cohort"] = float(len(row.get("cohort", ())))
     for group in ("seconds", "logged", "evaluation"):
-        found |= {f"{group}.{name}": finite(value) for name, value in row.get(group, {}).items()}
+        result |= {f"{group}.{name}": finite(value) for name, value in row.get(group, {}).items()}
     if spent := row.get("privacy"):
-        found["epsilon"] = finite(spent["epsilon"])
+        result["epsilon"] = finite(spent["epsilon"])
         known = {block: [e for e in kinds.values() if e is not None] for block, kinds in spent["blocks"].items()}
-        found |= {f"epsilon.{block}": finite(max(values)) for block, values in known.items() if values}
+        result |= {f"epsilon.{block}": finite(max(values)) for block, values in known.items() if values}
     for part, blocks in row.get("norms", {}).items():
-        found |= {f"norms.{part}.{block}": finite(value) for block, value in blocks.items()}
-    found |= {f"sent.{block}": float(len(clients)) for block, clients in row.get("trained", {}).items()}
+        result |= {f"norms.{part}.{block}": finite(value) for block, value in blocks.items()}
+    result |= {f"sent.{block}": float(len(clients)) for block, clients in row.get("trained", {}).items()}
     for name, table in row.get("tables", {}).items():
-        found |= {f"table.{name}.{label}": value for label, value in entries_of(table).items()}
+        result |= {f"table.{name}.{label}": value for label, value in entries_of(table).items()}
     for group, entries in row.get("metrics", {}).items():
-        found |= {f"{group}.{name}": finite(value) for name, value in entries.items()}
+        result |= {f"{group}.{name}": finite(value) for name, value in entries.items()}
     if personal := own_scores(row):
         places = [place if rising else 1.0 - place for place in QUANTILES.values()]
         spread = np.quantile(list(personal.values()), places)
-        found |= {f"personal_accuracy.{name}": float(q) for name, q in zip(QUANTILES, spread, strict=True)}
-    return found
+        result |= {f"personal_accuracy.{name}": float(q) for name, q in zip(QUANTILES, spread, strict=True)}
+    return result
 
 
 def entries_of(table: list[list[float]]) -> dict[str, float | None]:
@@ -172,10 +172,10 @@ def entries_of(table: list[list[float]]) -> dict[str, float | None]:
     known = matrix[np.isfinite(matrix)]
     if not known.size:
         return {}
-    found = {"mean": known.mean(), "smallest": known.min(), "largest": known.max()}
+    result = {"mean": known.mean(), "smallest": known.min(), "largest": known.max()}
     if matrix.shape[0] == matrix.shape[1] > 1:
-        found["diagonal"] = matrix.diagonal().mean()
-    return {label: finite(float(value)) for label, value in found.items()}
+        result["diagonal"] = matrix.diagonal().mean()
+    return {label: finite(float(value)) for label, value in result.items()}
 
 
 def square(matrix: list[list[float]] | None) -> list[list[float]] | None:

@@ -127,12 +127,12 @@ def reconcile(run: str | Path, devices: Sequence[Path] = ()) -> Reconciliation:
 
 def _excused(rounds: Iterable[Mapping[str, Any]]) -> set[tuple[int, str]]:
     """Return the pairs (round, client) of requests of which the server says that it uses no reply."""
-    found, open = set[tuple[int, str]](), dict[str, int]()
+    result, open = set[tuple[int, str]](), dict[str, int]()
     for row in rounds:
         for client in row.get("missing", ()):
-            found |= {(int(row["round"]), client), (open.get(client, int(row["round"])), client)}
+            result |= {(int(row["round"]), client), (open.get(client, int(row["round"])), client)}
         open = row.get("pending", {})
-    return found | {(round, client) for client, round in open.items()}
+    return result | {(round, client) for client, round in open.items()}
 
 
 def _verified(place: Path, remarks: list[str], findings: list[str]) -> bool:
@@ -162,7 +162,7 @@ def _rows(place: Path) -> Iterator[tuple[dict[str, Any], str]]:
 
 def _by_client(rows: Sequence[Mapping[str, Any]], run: str) -> dict[int, _Client]:
     """Return, by client, the rows about data that was sent or received in a run. Other lines are left out."""
-    found: dict[int, _Client] = defaultdict(_Client)
+    result: dict[int, _Client] = defaultdict(_Client)
     for row in rows:
         if row.get("verdict") != "allowed" or row.get("run") != run:
             continue
@@ -170,9 +170,9 @@ def _by_client(rows: Sequence[Mapping[str, Any]], run: str) -> dict[int, _Client
             client, place = int(row["client"]), (int(row["round"]), int(row["ask"]))
         except (KeyError, ValueError, TypeError, OverflowError):  # JSON may hold Infinity
             continue
-        way = found[client].down if row.get("destination") == "client" else found[client].up
+        way = result[client].down if row.get("destination") == "client" else result[client].up
         way[place, tuple(str(row.get(key)) for key in WHAT)] += 1
-    return dict(found)
+    return dict(result)
 
 
 def _outside(edge: _Client, server: _Client) -> _Client:
@@ -193,11 +193,11 @@ def _add_enrolments(
 
 def _seals(rows: Sequence[Mapping[str, Any]]) -> dict[int, list[str]]:
     """Return the seals of the replies, by client."""
-    found: dict[int, dict[str, None]] = defaultdict(dict)
+    result: dict[int, dict[str, None]] = defaultdict(dict)
     for row in rows:
         if isinstance(row.get("device_seal"), str) and type(row.get("client")) is int:
-            found[row["client"]][row["device_seal"]] = None
-    return defaultdict(list, {client: list(seals) for client, seals in found.items()})
+            result[row["client"]][row["device_seal"]] = None
+    return defaultdict(list, {client: list(seals) for client, seals in result.items()})
 
 
 def _compare(

@@ -132,15 +132,15 @@ def _absent(facts: Mapping[str, Any]) -> list[Absent]:
     cells: dict[tuple[str, str], list[StudyRun]] = {}
     for run in facts.get("runs", []):
         cells.setdefault((run["method"], run["scenario"]), []).append(run)
-    found = []
+    result = []
     for (method, scenario), runs in cells.items():
         reported = [run for run in runs if not run["tuning"]]
         missing = [run for run in reported if run["state"] != "finished"]
         if missing or not reported:
             whys = [run.get("why", "") for run in missing or runs if run["state"] != "finished"]
             why = next((" ".join(why.split()) for why in whys if why), "its runs are not finished")
-            found.append(Absent(method, scenario, len(missing), len(reported), why))
-    return found
+            result.append(Absent(method, scenario, len(missing), len(reported), why))
+    return result
 
 
 def runs_of(dirs: Iterable[str | Path]) -> list[tuple[Path, NamedRun | None]]:
@@ -151,14 +151,14 @@ def runs_of(dirs: Iterable[str | Path]) -> list[tuple[Path, NamedRun | None]]:
     Raises:
         DataError: the folder of a study is damaged, or none of its runs is finished.
     """
-    found: dict[tuple[Path, NamedRun | None], None] = {}
+    result: dict[tuple[Path, NamedRun | None], None] = {}
     for path in (Path(d).resolve() for d in dirs):
         if (path / STUDY).is_file():
-            found |= dict.fromkeys((run.folder, run) for run in _reported(path))
+            result |= dict.fromkeys((run.folder, run) for run in _reported(path))
         else:
-            found[path, None] = None
-    named = {path for path, run in found if run is not None}
-    return [(path, run) for path, run in found if run is not None or path not in named]
+            result[path, None] = None
+    named = {path for path, run in result if run is not None}
+    return [(path, run) for path, run in result if run is not None or path not in named]
 
 
 def facts_of_study(path: Path) -> dict[str, Any]:

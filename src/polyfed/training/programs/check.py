@@ -35,10 +35,10 @@ def reproduces(
     graph: fx.Graph, inputs: Sequence[Tensor], outside: Sequence[Tensor], expected: Sequence[Tensor]
 ) -> bool:
     """Return whether a graph gives these tensors bit for bit; NaN equals NaN. The inputs do not change."""
-    found = fx.Interpreter(nn.Module(), garbage_collect_values=False, graph=graph).run(
+    result = fx.Interpreter(nn.Module(), garbage_collect_values=False, graph=graph).run(
         *(tensor.clone() for tensor in inputs), *outside
     )
-    return all(map(same_bits, found, expected))
+    return all(map(same_bits, result, expected))
 
 
 def agree(graph: fx.Graph, rewritten: fx.Graph, inputs: Sequence[Tensor], outside: Sequence[Tensor]) -> bool:

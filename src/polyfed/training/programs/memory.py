@@ -98,11 +98,11 @@ def is_operation(node: Any) -> bool:
 
 def writes(node: fx.Node) -> list[fx.Node]:
     """Return the arguments that an operation writes into."""
-    found: list[Any] = []
+    result: list[Any] = []
     if is_operation(node):
         for target in written(node.target, node.args):
-            found.extend(target if isinstance(target, (list, tuple)) else [target])
-    return [target for target in found if isinstance(target, fx.Node)]
+            result.extend(target if isinstance(target, (list, tuple)) else [target])
+    return [target for target in result if isinstance(target, fx.Node)]
 
 
 def _viewed(node: fx.Node) -> list[fx.Node]:
@@ -127,8 +127,8 @@ def args(node: fx.Node) -> tuple[Any, ...]:
 
 def results(graph: fx.Graph) -> tuple[fx.Node, ...]:
     """Return the tensors that a graph returns."""
-    (found,) = args(graph.output_node())
-    return tuple(found)
+    (result,) = args(graph.output_node())
+    return tuple(result)
 
 
 def form(node: Any) -> Form:

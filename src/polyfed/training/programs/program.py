@@ -98,13 +98,13 @@ def _lookups(
     graph: fx.Graph, slices: Sequence[fx.Node], outside: Sequence[fx.Node]
 ) -> dict[fx.Node, tuple[fx.Node, fx.Node]]:
     """Return the small lookups `table[rows]` of a step, each with the table and the rows."""
-    memory, found = Memory(graph), {}
+    memory, result = Memory(graph), {}
     for node in calls(graph, aten.index.Tensor):
         table, places = args(node)
         reads = table in outside and len(places) == 1 and places[0] in slices
         if reads and prod(form(node).shape) <= SMALL and memory.constant(node) and memory.constant(table):
-            found[node] = table, places[0]
-    return found
+            result[node] = table, places[0]
+    return result
 
 
 def _function(inputs: Iterable[fx.Node], nodes: Iterable[fx.Node], results: Iterable[fx.Node]) -> Callable[..., Any]:
@@ -138,15 +138,15 @@ def _early(graph: fx.Graph, state: Sequence[fx.Node], outside: Sequence[fx.Node]
     memory = Memory(graph)
     constants = set(outside)
     views = {before for before, after in zip(state, results(graph), strict=False) if memory.lies_in(after, before)}
-    found = []
+    result = []
     for node in graph.nodes:
         if not (memory.repeatable(node) or is_part(node)):
             continue
         read = node.all_input_nodes
         if constants.issuperset(read) and memory.constant(node):
             constants.add(node)
-            found.append(node)
+            result.append(node)
         elif (is_part(node) or makes_view(node.target)) and views.issuperset(read):
             views.add(node)
-            found.append(node)
-    return found
+            result.append(node)
+    return result

@@ -196,13 +196,13 @@ class Replay:
 
     def programs(self, kinds: Sequence[Hashable]) -> list[Known]:
         """Return the programs of the next steps, as many as are known."""
-        found: list[Known] = []
+        result: list[Known] = []
         for kind in kinds:
             one = self._here.get(self._name(kind))
-            if one is None or (found and one.value_dim != found[0].value_dim):
+            if one is None or (result and one.value_dim != result[0].value_dim):
                 break
-            found.append(one)
-        return found
+            result.append(one)
+        return result
 
     def _shares(self, made: Known | None) -> bool:
         """Whether a tensor that a program reads occurs several times in `Source.tensors`.

@@ -55,17 +55,17 @@ def turn_layers(graph: fx.Graph) -> None:
 
 def _turnable(graph: fx.Graph) -> list[fx.Node]:
     """Return the operations whose results are turned, in order."""
-    found = dict.fromkeys(node for node in graph.nodes if _is_candidate(node))
+    result = dict.fromkeys(node for node in graph.nodes if _is_candidate(node))
     size = -1
-    while len(found) != size:
-        size = len(found)
-        for node in reversed([*found]):
-            if not all(user in found or _may_read(user) for user in node.users):
-                del found[node]
-        for node in [*found]:
-            if not _reads_turned(node, found):
-                del found[node]
-    return [*found]
+    while len(result) != size:
+        size = len(result)
+        for node in reversed([*result]):
+            if not all(user in result or _may_read(user) for user in node.users):
+                del result[node]
+        for node in [*result]:
+            if not _reads_turned(node, result):
+                del result[node]
+    return [*result]
 
 
 def _is_candidate(node: fx.Node) -> bool:

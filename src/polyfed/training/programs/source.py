@@ -157,10 +157,10 @@ def _contents(value: Any) -> tuple[Any, ...]:
 def _attributes(value: Any) -> dict[str, Any]:
     """Return the `__dict__` of an object, even if its class hides it. Empty if the object has none."""
     try:
-        found: dict[str, Any] = object.__getattribute__(value, "__dict__")
+        result: dict[str, Any] = object.__getattribute__(value, "__dict__")
     except AttributeError:
         return {}
-    return found
+    return result
 
 
 class _ClassFacts(NamedTuple):

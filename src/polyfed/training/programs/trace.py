@@ -177,23 +177,23 @@ class Tracer(SeesOperations):
         return out
 
     def _refs(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        found: list[Any] = []
+        result: list[Any] = []
         for value in values:
             if isinstance(value, Tensor):
-                found.append(Ref(self.slot(value)))
+                result.append(Ref(self.slot(value)))
             elif isinstance(value, (list, tuple)):
-                found.append(self._refs(value))
+                result.append(self._refs(value))
             else:
-                found.append(_integer(value) if isinstance(value, int) else _literal(value))
-        return tuple(found)
+                result.append(_integer(value) if isinstance(value, int) else _literal(value))
+        return tuple(result)
 
     def slot(self, tensor: Tensor) -> int:
         """Return the slot of a tensor. A tensor that no recorded operation has made is an outside tensor."""
-        found = self._slots.get(id(tensor))
-        if found is None:
-            found = self._add(tensor)
-            self.trace.outside[found] = tensor
-        return found
+        result = self._slots.get(id(tensor))
+        if result is None:
+            result = self._add(tensor)
+            self.trace.outside[result] = tensor
+        return result
 
     def _outside(self, target: Any) -> bool:
         if isinstance(target, (list, tuple)):
@@ -201,9 +201,9 @@ class Tracer(SeesOperations):
         return isinstance(target, Tensor) and self._base[self.slot(target)] in self.trace.outside
 
     def _made(self, tensor: Tensor, base: int | None) -> int:
-        found = self._slots.get(id(tensor))  # in-place operations return a tensor that has a slot
-        if found is not None:
-            return found
+        result = self._slots.get(id(tensor))  # in-place operations return a tensor that has a slot
+        if result is not None:
+            return result
         slot = self._add(tensor, base)
         if base is not None:
             self._views[_view(base, tensor)] = slot

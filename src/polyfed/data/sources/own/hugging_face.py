@@ -120,14 +120,14 @@ class HuggingFace(MediaSet):
                 f"'{root}': column '{self.label}' has names of classes in some splits and none in others. Save all "
                 "splits with the same features"
             )
-        found = {value for part in parts.values() for value in part.unique(self.label)}
-        if not all(isinstance(value, int | str) and not isinstance(value, bool) for value in found):
+        result = {value for part in parts.values() for value in part.unique(self.label)}
+        if not all(isinstance(value, int | str) and not isinstance(value, bool) for value in result):
             raise DataError(
                 f"'{root}': column '{self.label}' must hold class numbers or names, found "
-                f"{', '.join(sorted(map(repr, found))[:3])}"
+                f"{', '.join(sorted(map(repr, result))[:3])}"
             )
-        is_numbers = all(isinstance(value, int) for value in found)
-        return tuple(str(n) for n in range(max(found) + 1)) if is_numbers else tuple(sorted(map(str, found)))
+        is_numbers = all(isinstance(value, int) for value in result)
+        return tuple(str(n) for n in range(max(result) + 1)) if is_numbers else tuple(sorted(map(str, result)))
 
     def _column(self, modality: str) -> str:
         return self.columns.get(modality, modality)
@@ -178,14 +178,14 @@ def _opened(root: Path, cache: str) -> dict[str, Any]:
     datasets = optional("datasets", "text")
     try:
         if (root / "dataset_dict.json").is_file():
-            found = dict(datasets.load_from_disk(str(root)))
+            result = dict(datasets.load_from_disk(str(root)))
         elif (root / "state.json").is_file():
-            found = {"train": datasets.load_from_disk(str(root))}
+            result = {"train": datasets.load_from_disk(str(root))}
         else:
-            found = _from_files(datasets, root, cache)
+            result = _from_files(datasets, root, cache)
     except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
         raise DataError(f"'{root}' cannot be opened by datasets ({error}). Save it again with save_to_disk") from error
-    return {name: _undecoded(datasets, part) for name, part in found.items()}
+    return {name: _undecoded(datasets, part) for name, part in result.items()}
 
 
 def _from_files(datasets: Any, root: Path, cache: str) -> dict[str, Any]:

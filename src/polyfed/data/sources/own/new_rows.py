@@ -81,8 +81,8 @@ class RowForm:
         """Return the form as JSON values. `read` is the inverse function."""
         held = {name: {"names": list(form.names), "layout": form.layout} for name, form in self.modalities.items()}
         dialect = asdict(self.dialect)
-        told = {"dialect": dialect | {"empty": list(self.dialect.empty)}, "ids": self.ids, "partial": self.partial}
-        return {"modalities": held} | told | {"unmeasured": self.unmeasured}
+        result = {"dialect": dialect | {"empty": list(self.dialect.empty)}, "ids": self.ids, "partial": self.partial}
+        return {"modalities": held} | result | {"unmeasured": self.unmeasured}
 
     @classmethod
     def read(cls, value: Mapping[str, Any] | None) -> "RowForm":
@@ -239,17 +239,17 @@ def _read(
     if not fills_rows(features or (), given) and bool(frame[group].isna().all(axis=None)):
         return torch.zeros(len(frame), *shape), nothing, ["its cells are empty in every row"]
     rules = {feature.column: feature.rule for feature in features or () if feature.rule is not None}
-    found = values_of(frame, group, where, replace(given, columns=rules))
+    result = values_of(frame, group, where, replace(given, columns=rules))
     # of rows whose columns have rules and that lack all of them, `used` says enough
-    told = [found.note] if found.note and (found.cut is not None or not found.coded) else []
-    if found.whole is not None:
-        return torch.from_numpy(found.values), torch.from_numpy(found.there), told
-    values = torch.from_numpy(np.asarray(found.values, dtype=np.float64))
-    there = torch.from_numpy(np.asarray(found.there))
+    told = [result.note] if result.note and (result.cut is not None or not result.coded) else []
+    if result.whole is not None:
+        return torch.from_numpy(result.values), torch.from_numpy(result.there), told
+    values = torch.from_numpy(np.asarray(result.values, dtype=np.float64))
+    there = torch.from_numpy(np.asarray(result.there))
     if features is not None:
-        told += [line for f in features if f.of_words and (line := unseen(f, _words(frame[f.column], found.there)))]
+        told += [line for f in features if f.of_words and (line := unseen(f, _words(frame[f.column], result.there)))]
         parts = [
-            feature.expanded(values[:, place].numpy(), found.coded[place].words if feature.of_words else None)
+            feature.expanded(values[:, place].numpy(), result.coded[place].words if feature.of_words else None)
             for place, feature in enumerate(features)
         ]
         values = torch.from_numpy(np.concatenate(parts, 1))
@@ -316,6 +316,6 @@ def rows_of_file(path: str | Path, form: RowForm, features: Mapping[str, Feature
         | ({form.ids, *IDS} - inputs)
     )
     problems = Problems()
-    found = read(path, problems, lambda _: dict.fromkeys(words, False), form.dialect)
+    result = read(path, problems, lambda _: dict.fromkeys(words, False), form.dialect)
     problems.raise_all()
-    return found
+    return result

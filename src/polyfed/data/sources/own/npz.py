@@ -114,10 +114,10 @@ class Npz(Source):
     def features(self) -> dict[str, tuple[Feature, ...]]:
         """Return the columns, before the fit, of each modality of whose arrays `columns` speaks."""
         rules = rules_of("[data.columns]", self.columns)
-        found = {name: group for name, group in self.groups.items() if any(array in rules for array in group)}
+        result = {name: group for name, group in self.groups.items() if any(array in rules for array in group)}
         return {
             name: tuple(Feature(column=array, rule=rules.get(array)) for array in group)
-            for name, group in found.items()
+            for name, group in result.items()
         }
 
     @property

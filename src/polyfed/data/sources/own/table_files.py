@@ -431,18 +431,18 @@ def guessed_dialect(path: Path) -> dict[str, str]:
     """
     with path.open("rb") as stream:
         head = stream.read(_SNIFFED)
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     if head[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\x00" in head[:4]:
-        found["encoding"] = "utf-16"
+        result["encoding"] = "utf-16"
     else:
         try:
             codecs.getincrementaldecoder("utf-8-sig")().decode(head, final=False)
         except UnicodeDecodeError:
-            found["encoding"] = "cp1252" if _reads(head, "cp1252") else "latin-1"
-    text = head.decode(found.get("encoding", "utf-8-sig"), errors="replace")
+            result["encoding"] = "cp1252" if _reads(head, "cp1252") else "latin-1"
+    text = head.decode(result.get("encoding", "utf-8-sig"), errors="replace")
     if text[:1] in ("#", "%"):
-        found["comment"] = text[0]
-    lines = [line for line in text.splitlines() if line.strip() and line[0] != found.get("comment")][:50]
+        result["comment"] = text[0]
+    lines = [line for line in text.splitlines() if line.strip() and line[0] != result.get("comment")][:50]
     usual, tables = "\t" if path.suffix == ".tsv" else ",", {}
     for mark in dict.fromkeys((usual, *";\t,|")):
         rows = [*csv.reader(lines, delimiter=mark)]
@@ -451,11 +451,11 @@ def guessed_dialect(path: Path) -> dict[str, str]:
     mark = max(tables, key=tables.__getitem__)
     mark = " " if tables[mark] <= 1 and lines and " " in lines[0] else mark
     if mark != usual:
-        found["separator"] = mark
+        result["separator"] = mark
     cells = [cell.strip() for row in csv.reader(lines[1:], delimiter=mark) for cell in row]
     if mark != "," and sum(map(bool, map(_COMMA.fullmatch, cells))) > sum(map(bool, map(_POINT.fullmatch, cells))):
-        found["decimal"] = ","
-    return found
+        result["decimal"] = ","
+    return result
 
 
 def _reads(head: bytes, encoding: str) -> bool:

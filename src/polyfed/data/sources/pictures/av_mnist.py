@@ -118,15 +118,15 @@ def pairs(label: Tensor, split: Tensor, digit: Tensor, spoken_split: Tensor, key
 
 def read_fsdd(path: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-mels float32 (U, 32, 64), digits and speakers int64 (U,), and split codes int8 (U,) of the recordings."""
-    found = existing(path, "FSDD")
-    if found.is_dir() and (found / "fsdd.npz").exists():
-        found = found / "fsdd.npz"
-    if found.is_dir():
-        return _from_recordings(found)
-    arrays = Arrays(found)
+    result = existing(path, "FSDD")
+    if result.is_dir() and (result / "fsdd.npz").exists():
+        result = result / "fsdd.npz"
+    if result.is_dir():
+        return _from_recordings(result)
+    arrays = Arrays(result)
     spoken = arrays.features("logmel") if "logmel" in arrays else log_mel(arrays.features("audio"))
     if tuple(spoken.shape[1:]) != (_BANDS, 64):
-        raise DataError(f"'{found}': log-mels of shape {tuple(spoken.shape[1:])}, expected ({_BANDS}, 64)")
+        raise DataError(f"'{result}': log-mels of shape {tuple(spoken.shape[1:])}, expected ({_BANDS}, 64)")
     digit, speaker, split = (arrays.integers(name) for name in ("label", "client", "split"))
     return spoken, digit, speaker, split.to(torch.int8)
 
@@ -189,5 +189,5 @@ def _samples(file: Path) -> Tensor:
         raise DataError(f"'{file}' is not a whole wav file ({error}). Fetch it again") from error
     if form != (1, 2, RATE):
         raise DataError(f"'{file}': {form[0]} channels of {8 * form[1]} bit at {form[2]} Hz; expected 1, 16, {RATE}")
-    found = torch.from_numpy(np.frombuffer(raw, "<i2").astype(np.int16))
-    return torch.nn.functional.pad(found, (0, SAMPLES - len(found)))
+    result = torch.from_numpy(np.frombuffer(raw, "<i2").astype(np.int16))
+    return torch.nn.functional.pad(result, (0, SAMPLES - len(result)))

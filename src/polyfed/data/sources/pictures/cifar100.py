@@ -65,12 +65,12 @@ class Cifar100(Source):
         rows = subset(label, split, self.subset, keys.key(self.seed, "cifar100", "subset"))
         image, label, split = image[rows], label[rows], split[rows]
         gray = Column(_gray(image), scale=torch.tensor(255.0))
-        found = moments(gray, (split == TRAIN).nonzero()[:, 0])
+        result = moments(gray, (split == TRAIN).nonzero()[:, 0])
         return Columns(
             name="cifar100" if path.is_dir() else stored_name(path),
             modalities={
                 "rgb": Column(image, shift=255.0 * _MEAN, scale=255.0 * _DEVIATION),
-                "gray": Column(gray.values, shift=found.mean.float(), scale=found.deviation.float()),
+                "gray": Column(gray.values, shift=result.mean.float(), scale=result.deviation.float()),
             },
             label=label,
             num_classes=int(label.max()) + 1 if names is None else len(names),

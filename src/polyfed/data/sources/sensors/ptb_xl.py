@@ -112,8 +112,8 @@ def _combinations() -> tuple[str, ...]:
 
 def _superclasses(file: Path) -> dict[str, str]:
     """Diagnostic statement -> superclass. The first column of the file has no name."""
-    found = table(file, ("", "diagnostic", "diagnostic_class"), "ptb-xl")
-    return {row[""]: row["diagnostic_class"] for row in found if row["diagnostic"] in ("1", "1.0")}
+    result = table(file, ("", "diagnostic", "diagnostic_class"), "ptb-xl")
+    return {row[""]: row["diagnostic_class"] for row in result if row["diagnostic"] in ("1", "1.0")}
 
 
 def _labels(file: Path, row: dict[str, str], superclass: dict[str, str]) -> set[str]:

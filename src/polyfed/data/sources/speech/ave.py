@@ -82,8 +82,8 @@ class Ave(MediaSet):
 
 
 def _annotations(root: Path) -> list[str]:
-    found = lines(root / "Annotations.txt", "ave")
-    return found[1:] if found[0].startswith("Category&") else found
+    result = lines(root / "Annotations.txt", "ave")
+    return result[1:] if result[0].startswith("Category&") else result
 
 
 def _fields(file: Path, line: str) -> tuple[str, str, float, float]:

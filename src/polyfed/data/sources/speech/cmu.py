@@ -149,13 +149,13 @@ class Mosi(_Cmu):
 
 
 def _opened(path: str, what: str) -> Arrays:
-    found = existing(path, what)
-    if found.suffix in (".pkl", ".pickle", ".dat"):
+    result = existing(path, what)
+    if result.suffix in (".pkl", ".pickle", ".dat"):
         raise DataError(
-            f"'{found}' is a pickle, which runs code when it is opened; polyfed never does. If you trust it, convert "
-            f"it once: {CONVERT.format(file=found, stem=Path(found).stem)}"
+            f"'{result}' is a pickle, which runs code when it is opened; polyfed never does. If you trust it, convert "
+            f"it once: {CONVERT.format(file=result, stem=Path(result).stem)}"
         )
-    return Arrays(found)
+    return Arrays(result)
 
 
 def _labels(arrays: Arrays, name: str) -> Tensor:

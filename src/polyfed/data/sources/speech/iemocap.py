@@ -132,5 +132,5 @@ def _refuse_malformed(file: Path, line: str) -> None:
 
 
 def _transcript(file: Path) -> dict[str, str]:
-    found = (_SPOKEN.match(line) for line in lines(file, "iemocap"))
-    return {match[1]: match[2] for match in found if match}
+    result = (_SPOKEN.match(line) for line in lines(file, "iemocap"))
+    return {match[1]: match[2] for match in result if match}

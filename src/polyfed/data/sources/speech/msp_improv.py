@@ -91,8 +91,8 @@ class MspImprov(MediaSet):
             return {}
         if not self.transcripts:
             raise DataError("msp-improv: 'text' needs data.transcripts, a csv file with the columns utt,text")
-        found = table(Path(self.transcripts).expanduser(), ("utt", "text"), self.NAME)
-        return {row["utt"].removeprefix("MSP-IMPROV-"): row["text"] for row in found}
+        result = table(Path(self.transcripts).expanduser(), ("utt", "text"), self.NAME)
+        return {row["utt"].removeprefix("MSP-IMPROV-"): row["text"] for row in result}
 
     @classmethod
     def describe(cls) -> Facts:

@@ -227,10 +227,10 @@ def _name_of_seeds(secrets: Tree) -> str:
 
 
 def _noted(memory: Memory, name: str) -> str | None:
-    found = memory.rows.execute(
+    result = memory.rows.execute(
         f"SELECT use FROM secrets WHERE {_OF} AND name = ?", (memory.run, memory.client, name)
     ).fetchone()
-    return None if found is None else str(found[0])
+    return None if result is None else str(result[0])
 
 
 def _note(memory: Memory, name: str, use: str) -> None:

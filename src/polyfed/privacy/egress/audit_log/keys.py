@@ -111,8 +111,8 @@ def tie_text(key: str) -> bytes:
 def tie_in(folder: Path) -> dict[str, str] | None:
     """Return what the device's key has signed about the log in a state folder, or None."""
     try:
-        told = parse_json((folder / TIE).read_bytes())
-        return {"key": str(told["key"]), "signature": str(told["signature"])}
+        result = parse_json((folder / TIE).read_bytes())
+        return {"key": str(result["key"]), "signature": str(result["signature"])}
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -139,13 +139,13 @@ def excerpt_of(folder: Path, asked: Question, key: Path | None = None) -> Excerp
     first, last = (within[0], within[-1] + 1) if within else (later, later)
     start, end = max(first - 1, 0), min(last + 1, len(rows))
     hashes = [merkle.leaf_hash(line) for line in lines]
-    told = [
+    result = [
         line if asked.client in (None, row.get("client")) or place in (start, end - 1) else None
         for place, (line, row) in enumerate(zip(lines[start:end], rows[start:end], strict=True), start)
     ]
     facts = {"lines": head.lines, "bytes": head.size, "hash": head.hash, "root": head.root, "signature": signature}
     return Excerpt(
-        tuple(told),
+        tuple(result),
         tuple(hashes[start:end]),
         start,
         facts,
@@ -168,26 +168,26 @@ def read_proof(path: Path) -> Excerpt:
         told = parse_json(text)
         if told["format"] != FORMAT:
             raise ValueError(f"it is a '{told['format']!s:.60}', and this polyfed reads '{FORMAT}'")
-        found = _excerpt_in(told)
+        result = _excerpt_in(told)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is no proof that can be read: {error!s:.200}") from None
-    head = found.head
+    head = result.head
     try:
-        root = merkle.root_from(found.hashes, found.start, head["lines"], found.outside).hex()
-        if canonical(told) + b"\n" != text or found.proof().encode() != text:
+        root = merkle.root_from(result.hashes, result.start, head["lines"], result.outside).hex()
+        if canonical(told) + b"\n" != text or result.proof().encode() != text:
             raise ValueError("it is not in the form in which polyfed writes proofs")
         if root != head["root"]:
             raise ValueError("its lines do not lead to the Merkle root of the log")
         signed = head_text(head["lines"], head["bytes"], head["hash"], head["root"])
-        key_of(found.key).verify(of_hex(head["signature"]), signed)
-        for line in found.texts:
+        key_of(result.key).verify(of_hex(head["signature"]), signed)
+        for line in result.texts:
             if line is not None:
                 _time(parse_json(line))
     except InvalidSignature:
         raise DataError(f"{path} was changed: the signature of the log's head does not fit") from None
     except ValueError as error:
         raise DataError(f"{path} was changed: {error}") from None
-    return found
+    return result
 
 
 def _excerpt_in(told: Mapping[str, Any]) -> Excerpt:
@@ -220,7 +220,7 @@ def _time(row: Mapping[str, Any]) -> datetime:
     Raises:
         ValueError: it has none.
     """
-    found = datetime.fromisoformat(str(row.get("time", "")))
-    if found.tzinfo is None:
+    result = datetime.fromisoformat(str(row.get("time", "")))
+    if result.tzinfo is None:
         raise ValueError("a line has no time in UTC")
-    return found
+    return result

@@ -87,13 +87,13 @@ def receipt_in(header: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: it has not the form of one.
     """
-    told = {name: header[name] for name in ("receipt", "key", "signature", "tie") if name in header}
+    result = {name: header[name] for name in ("receipt", "key", "signature", "tie") if name in header}
     try:
-        _RECEIPT.validate_python(told)
+        _RECEIPT.validate_python(result)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise ValueError(f"its receipt has another form: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    return told
+    return result
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def ledgers(rows: Iterable[Mapping[str, Any]], run: str) -> dict[int, ClientLedg
     Raises:
         ValueError: a row lacks its place, or it is no place.
     """
-    found, enrolled = dict[int, set[tuple[Place, bool, bytes]]](), list[Mapping[str, Any]]()
+    result, enrolled = dict[int, set[tuple[Place, bool, bytes]]](), list[Mapping[str, Any]]()
     for row in rows:
         if "verdict" not in row:
             continue
@@ -150,9 +150,9 @@ def ledgers(rows: Iterable[Mapping[str, Any]], run: str) -> dict[int, ClientLedg
         for one in [*enrolled, row] if row.get("run") == run else ():
             if one["verdict"] == "allowed":
                 entry = _entry(one, run)
-                found.setdefault(int(one["client"]), set()).add(entry)
+                result.setdefault(int(one["client"]), set()).add(entry)
         enrolled = []
-    return {client: ClientLedger(tuple(sorted(own))) for client, own in sorted(found.items())}
+    return {client: ClientLedger(tuple(sorted(own))) for client, own in sorted(result.items())}
 
 
 def _entry(row: Mapping[str, Any], run: str) -> tuple[Place, bool, bytes]:
@@ -168,8 +168,8 @@ def start_of(path: Path, run: str) -> int:
     The end of the file if the run has no rows.
     """
     text = mapped(path)
-    found = re.search(b'"run":"%s"' % re.escape(run.encode()), text)
-    end = len(text) if found is None else _begin(text, found.start())
+    match = re.search(b'"run":"%s"' % re.escape(run.encode()), text)
+    end = len(text) if match is None else _begin(text, match.start())
     while end:
         begin = _begin(text, end - 1)
         if b'"run":"%s"' % NO_RUN.encode() not in bytes(text[begin:end]):
@@ -239,5 +239,5 @@ def receipt(log: AuditLog, run: str, client: int, unanswered: Sequence[Place], p
         "policy": policy,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    told = {"receipt": content, "key": key_text(key.public_key()), "signature": signed(key, RECEIPT, content)}
-    return told | ({"tie": tie} if (tie := tie_in(log.folder)) else {})
+    result = {"receipt": content, "key": key_text(key.public_key()), "signature": signed(key, RECEIPT, content)}
+    return result | ({"tie": tie} if (tie := tie_in(log.folder)) else {})
