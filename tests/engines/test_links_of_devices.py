@@ -245,7 +245,11 @@ def apart(folder: Path, star: Star, recipe: str) -> Spaces:
         star.close()
         pytest.skip(f"no network namespaces can be made here: {getattr(error, 'stderr', error)}")
     Spaces.star = star
-    return Spaces(folder, 0, recipe=recipe)
+    try:
+        return Spaces(folder, 0, recipe=recipe)
+    except BaseException:
+        star.close()
+        raise
 
 
 BPS = [125e3, 500e3, 2e6]

@@ -21,6 +21,7 @@ from polyfed.core.messages import OF_THE_MODEL, Message
 from polyfed.core.request import Accept, HeldOut, Request, Send, Task, contiguous
 from polyfed.core.sendable import check_sent
 from polyfed.core.system.openmp import threads_worth
+from polyfed.core.system.tracing import span
 from polyfed.core.tasks import info_of, path_of, tasks_of, types_of
 from polyfed.core.tree import Tree
 from polyfed.data.columns import Column, Columns
@@ -278,7 +279,7 @@ class Federation:
         sent = self._as_read(request, send, clients)
         how = self._combining(request, accept) if self.combine else None
         asked = request if how is None else replace(request, combining=how)
-        answer = (self.engine.answer if how is None else self._combined)(asked, sorted(clients), sent)
+        answer = self._answered(asked, sorted(clients), sent)
         if answer.combined is not None and how is not None:
             missing = self._missing(request, answer.missing | answer.combined.missing, peak)
             summed = CombinedReplies.of(answer.combined, how, self.template, self.clients, missing)
@@ -287,6 +288,13 @@ class Federation:
             answer = self.attack.falsify(answer, sent, self.attack.attackers(len(self.clients), self.seed))
         parts, missing = self.usable(request, answer, sent, accept)
         return self._told(request, send, Replies(parts, self._missing(request, missing, peak)), quorum=quorum)
+
+    def _answered(self, request: Request, clients: Sequence[int], sent: Send) -> Answer:
+        """Return the answers of the clients, or their sums."""
+        with span("request", task=request.name, clients=len(clients)) as facts:
+            answer = (self.engine.answer if request.combining is None else self._combined)(request, clients, sent)
+            facts["missing"] = len(answer.missing)
+            return answer
 
     def _combined(self, request: Request, clients: Sequence[int], sent: Send) -> Answer:
         """Return the sums of the replies, or each reply if one may be far larger than the others."""
@@ -360,7 +368,8 @@ class Federation:
         tasks = {name: task for name, task in tasks_of(self.owner).items() if info_of(task).scope == "server"}
         place = (self.round, self.rounds, self.asked, self.seed)
         peak = self._peak(part, send)
-        told = edges.in_silos(Request(next(iter(tasks.values())), part, *place), part, silos, send)
+        with span("request", task=part, clients=len(silos)):
+            told = edges.in_silos(Request(next(iter(tasks.values())), part, *place), part, silos, send)
         self.asked = told.last
         result = InSilos(missing=told.missing)
         lost_silos = {client: why for silo, why in told.missing.items() for client in silos[silo]}
@@ -445,7 +454,8 @@ class Federation:
             asked.append((request, sorted(clients), self._as_read(request, sent[round], clients)))
         peak = max([0.0, *(self._check_sent(one, sent[one.round]) for one, *_ in asked if one.round == self.round)])
         parts, missing = list[ReplyStack](), dict[int, str]()
-        answers = engine.gather(self.round, asked, enough, interval_s)
+        with span("request", task=path, clients=sum(len(clients) for _, clients, _ in asked)):
+            answers = engine.gather(self.round, asked, enough, interval_s)
         for (request, _, message), answer in zip(asked, answers, strict=True):
             usable, lost = self.usable(request, answer, message)
             replies = Replies(usable, self._missing(request, lost, peak))

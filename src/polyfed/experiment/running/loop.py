@@ -14,6 +14,7 @@ from polyfed.algorithms import NAMED
 from polyfed.algorithms.base import Algorithm, ServerState
 from polyfed.core.errors import CheckpointError, command, counted
 from polyfed.core.registry import name_of
+from polyfed.core.system.tracing import flush, span
 from polyfed.data import Population, scaling_of
 from polyfed.data.column_fitting import features_of
 from polyfed.data.sources.own.new_rows import RowForm
@@ -86,7 +87,8 @@ def execute(
     """
     if recipe.tracking is not None:
         emit.listeners.append(recipe.tracking.follow(recipe.table(), None if records is None else records.folder))
-    with pytorch_settings(recipe), ExitStack() as stack:
+    with pytorch_settings(recipe), ExitStack() as stack, span("run", engine=recipe.engine.name, rounds=recipe.rounds):
+        stack.callback(flush)
         kept = records.folder if records is not None and records.begun else app
         parts: dict[str, Any] = {"population": population, "engine": engine, "folder": kept, "deployed": deployed}
         parts["spare"] = records.folder if records is not None and deployed else None
@@ -135,7 +137,8 @@ class _Loop:
         self.emit("round-started", round=round)
         self._started = time.perf_counter()
         try:
-            yield
+            with span("round", round=round):
+                yield
         except BaseException:
             self._book(round)
             raise
@@ -293,7 +296,8 @@ class _Loop:
         if not algorithm.evaluation.due(row["round"], self._last):
             return
         started = time.perf_counter()
-        measured = self._measured(row, state)
+        with span("evaluate", round=row["round"]):
+            measured = self._measured(row, state)
         rows = [*self.rounds, row]
         if self.stop is None and self._stop(out_of_patience(self.recipe.stop, rows, self.choice)):
             measured = self._measured(row, state) if algorithm.evaluates_more_at_end else measured
