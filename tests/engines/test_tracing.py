@@ -15,7 +15,7 @@ from engines.devices import RECIPE
 from polyfed.core.errors import PolyfedWarning
 from polyfed.core.system import tracing
 from polyfed.core.system.tracing import ALLOWED, here, span
-from world import recipe
+from world import algorithm, recipe
 
 VARIABLES = (*tracing.ASKED, "OTEL_SDK_DISABLED", "OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL")
 CANARY = "heron-4711"
@@ -55,7 +55,7 @@ def parent_of(one: Any, among: list[Any]) -> Any:
 
 
 def test_a_run_has_spans_for_rounds_requests_aggregation_and_evaluation(spans: Any) -> None:
-    polyfed.run(recipe("fedavg", rounds=2))
+    polyfed.run(recipe(algorithm("fedavg"), rounds=2))
     among = spans()
     names = [one.name for one in among]
     assert names.count("run") == 1
@@ -97,7 +97,7 @@ def test_no_data_label_id_or_text_of_an_error_is_in_a_span(spans: Any, tmp_path:
     path.write_text(
         f'rounds = 1\n[data]\nname = "table"\npath = "{table}"\nlabel = "label"\nclient = "person"\n'
         f'modalities = {{ a = ["{CANARY}-x"], b = ["{CANARY}-y"] }}\n'
-        '[clients]\npartition = "natural"\n[model.encoders]\na = { kind = "mlp" }\nb = { kind = "mlp" }\n'
+        '[clients]\npartition = "by-client"\n[model.encoders]\na = { kind = "mlp" }\nb = { kind = "mlp" }\n'
         '[algorithm]\nname = "fedavg"\n'
     )
     polyfed.run(path, tmp_path / "run")

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyfed.experiment.running.run_state import _wrong_key
-from polyfed.federation.measured_links import LEAST_BYTES, SHORTEST_S, WINDOW, MeasuredLinks, is_content
-from polyfed.federation.network import Network
+from polyfed.federation.links.measured import LEAST_BYTES, SHORTEST_S, WINDOW, MeasuredLinks, is_content
+from polyfed.federation.links.network import Network
 from polyfed.transport.carried import MOST_REQUESTS, Carried, Meter
 
 PRIOR_UP, PRIOR_DOWN = 1e6, 4e6

@@ -27,7 +27,7 @@ from polyfed.evaluation.scores import Evaluation
 from polyfed.federation.client_registry import TEST, VALIDATION, ClientRegistry, registry_of
 from polyfed.federation.clock import Clock
 from polyfed.federation.context import ClientContext
-from polyfed.federation.measured_links import MeasuredLinks
+from polyfed.federation.links.measured import MeasuredLinks
 from polyfed.federation.replies import Answer
 from polyfed.federation.secure_aggregation.client import SecureAggregation
 from polyfed.federation.wire.compression import Compression, Wire, residuals_apart

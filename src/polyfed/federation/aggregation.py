@@ -171,7 +171,7 @@ class ServerOptimiser:
         return new, after
 
     def _moved(self, name: str, old: Tensor, mean: Tree, moments: Moments) -> Tensor:
-        """Return a tensor after its step, and take it out of the mean. No name keeps what the next line does not need."""
+        """Return a tensor after its step, and take it out of the mean. No name keeps what is not needed next."""
         step = self._direction(name, mean.pop(name) - old, moments)
         step = self.lr * step
         return step.add_(old)

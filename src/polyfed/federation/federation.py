@@ -31,9 +31,9 @@ from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.clock import Clock
 from polyfed.federation.combined import Combined, CombinedReplies, Combining
 from polyfed.federation.context import ClientContext
-from polyfed.federation.measured_links import MeasuredLinks
+from polyfed.federation.links.measured import MeasuredLinks
+from polyfed.federation.links.network import Rates
 from polyfed.federation.message_validation import NOT_FINITE, MessageValidator, foreign, largest_magnitude
-from polyfed.federation.network import Rates
 from polyfed.federation.open_work import Buffer, OpenWork, first_to_arrive
 from polyfed.federation.outliers import ALONE, OutlierCheck, Sizes, too_far
 from polyfed.federation.private_mean import PrivateMean

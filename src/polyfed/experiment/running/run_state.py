@@ -26,7 +26,7 @@ from polyfed.engines.base import Engine
 from polyfed.experiment.running import checkpoint
 from polyfed.experiment.running.checkpoint import RESTORE, num_numbers, sha256_of
 from polyfed.federation.federation import Federation
-from polyfed.federation.measured_links import is_content
+from polyfed.federation.links.measured import is_content
 
 OF_CLIENTS = ("num_rows", "holds", "silo")
 """The facts about clients: fields of `ClientRegistry`."""

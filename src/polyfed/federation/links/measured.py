@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyfed.federation.network import Network, Rates
+from polyfed.federation.links.network import Network, Rates
 
 WINDOW = 5
 """Number of the newest measurements whose median is the estimate."""

@@ -3,7 +3,7 @@
 There are three channels. `wireless` simulates the radio cell of the FMML paper (docs/algorithms/pfmml.md). It places
 devices uniformly in a disc around the base station. It computes path loss by distance, draws Rayleigh fading for each
 device and round, and applies Shannon's formula for the rate. `fixed` gives every client the same rates. `measured`
-simulates nothing: the server of a deployment measures the rates of its devices (`measured_links.py`).
+simulates nothing: the server of a deployment measures the rates of its devices (`measured.py`).
 
 Names end with their unit: `_s` seconds, `_bps` bits per second, `_hz` hertz, `_w` watts, `_m` metres, `_flops`
 floating-point operations. In shapes, `K` is the number of clients. All numbers are in double precision.
