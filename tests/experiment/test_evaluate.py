@@ -342,7 +342,7 @@ def test_what_is_wrong_is_said_before_anything_runs(sites: Sites, tmp_path: Path
         polyfed.evaluate(export, recipe=polyfed.load_recipe(sites.recipe, ["model.embedding=7"]))
     with refuses(RecipeError, "algorithm.groups: distinct values"):
         polyfed.evaluate(sites.model, groups={"sex": ["f", "f"]})
-    with refuses(PolyfedError, "algorithm.groups: groups needs"):
+    with refuses(PolyfedError, "algorithm.groups: no such file"):
         polyfed.evaluate(sites.model, groups=GROUPS)
     none = polyfed.load_recipe(sites.recipe, ["clients.personal_test=0.2"])
     bare = (

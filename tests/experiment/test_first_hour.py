@@ -22,6 +22,7 @@ from polyfed.data.reading.objects import table_of
 from polyfed.experiment.recipes.file_reading import read_file
 from polyfed.experiment.results.model_facts import least_held
 from polyfed.experiment.results.round_facts import still_falls
+from polyfed.report.pages.evaluation import notes
 from polyfed.report.text_layout import SafeConsole
 from refusals import refuses, warned
 
@@ -93,6 +94,30 @@ def test_the_printed_command_goes_on_to_more_rounds(tmp_path: Path, capsys: pyte
     assert ended.value.code == 0, capsys.readouterr().err
     assert polyfed.load_run(tmp_path / "run").result["rounds"] == 20
     assert "still falls" not in printed(run.result | {"still_falls": None}, None)
+
+
+def test_an_evaluation_tells_how_often_sets_hold_the_truth_of_new_rows(tmp_path: Path) -> None:
+    made: dict[str, Any] = {"clients": {"partition": "by-client", "personal_validation": 0.3}, "rounds": 2, "seed": 1}
+    frame().rename(columns={"place": "client"}).to_csv(tmp_path / "train.csv", index=False)
+    fresh = frame().rename(columns={"place": "client"}).assign(label="no")  # all of one class, so not like the others
+    fresh.to_csv(tmp_path / "fresh.csv", index=False)
+    groups = {"modalities": {"a": "a_*", "b": "b_*"}, "evaluate": {"conformal": "split"}}
+    run = polyfed.run(data=tmp_path / "train.csv", **made, **groups, out=tmp_path / "run")
+    run.export(tmp_path / "model")
+    told = polyfed.evaluate(tmp_path / "run", data=tmp_path / "fresh.csv").content
+    sets = run.predict_set(fresh.drop(columns="label"), 0.9)
+    right = np.mean(["no" in names for names in sets.classes])
+    assert told["sets"]["holds"] == pytest.approx(right)
+    assert told["sets"]["size"] == pytest.approx(float(sets.sizes.double().mean()))
+    assert told["sets"]["rows"] == len(fresh)
+    recipe = tmp_path / "run" / "recipe.toml"
+    same = polyfed.evaluate(tmp_path / "model", recipe=recipe, data=tmp_path / "fresh.csv").content
+    assert same["sets"] == told["sets"]
+    (line,) = [line for line in notes(told) if line.startswith("prediction sets")]
+    assert f"{100 * right:.1f} % of {len(fresh)} test rows" in line
+    assert "sets" not in polyfed.evaluate(tmp_path / "run", rows="validation").content, "sets were calibrated on these"
+    polyfed.run(data=tmp_path / "train.csv", **made, modalities=groups["modalities"], out=tmp_path / "without")
+    assert "sets" not in polyfed.evaluate(tmp_path / "without", data=tmp_path / "fresh.csv").content
 
 
 def test_sets_are_told_with_their_size_and_rows() -> None:

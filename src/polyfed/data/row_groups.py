@@ -85,11 +85,16 @@ def _columns(source: Any, wanted: Collection[str]) -> dict[str, Any]:
         frame = read(Path(source.path).expanduser(), problems, lambda _: dict.fromkeys(wanted, False), source.dialect)
         problems.raise_all()
         return {name: frame[name].to_numpy().astype(str) if name in wanted else None for name in frame.columns}
-    try:
-        arrays = Arrays(source if isinstance(source, str | Path) else getattr(source, "path", ""))
-    except DataError as error:
+    needs = "[algorithm] groups needs the columns of a table, of an .npz file or of a folder of .npy files"
+    path = source if isinstance(source, str | Path) else getattr(source, "path", None)
+    if path is None:
         raise RecipeError(
-            f"[algorithm] groups needs the columns of a table, of an .npz file or of a folder of .npy files: {error}",
+            f"{needs}, and the source '{type(source).__name__}' reads no such file. Score without groups, or the rows "
+            "of a file (--data)",
             ("algorithm", "groups"),
-        ) from None
+        )
+    try:
+        arrays = Arrays(path)
+    except DataError as error:
+        raise RecipeError(f"{needs}: {error}", ("algorithm", "groups")) from None
     return {name: np.asarray(arrays[name]).astype(str) if name in wanted else None for name in arrays.names}

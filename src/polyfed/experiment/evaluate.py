@@ -40,14 +40,16 @@ from polyfed.experiment.recipes.defaults import scaled
 from polyfed.experiment.recipes.recipe import Recipe, recipe_of
 from polyfed.experiment.recipes.settings import StopSpec
 from polyfed.experiment.recipes.task_choice import prepared
-from polyfed.experiment.results.saved_model import facts_of_data
+from polyfed.experiment.results.model_facts import sets_of
+from polyfed.experiment.results.run_result import load_run
+from polyfed.experiment.results.saved_model import facts_of_data, load_model
 from polyfed.experiment.running.assembly import Assembly, assemble
 from polyfed.experiment.running.events import Emitter
 from polyfed.experiment.running.loop import execute
 from polyfed.experiment.running.run_state import BEST, load_content
 from polyfed.experiment.running.warm_start import DESCRIPTION, values_in
 from polyfed.model.stand_ins import is_prototype
-from polyfed.objective import Classification, Objective, Ordinal
+from polyfed.objective import Classification, Objective, Ordinal, Regression
 from polyfed.report.pages.evaluation import page
 from polyfed.report.reading.run_folder import Folder
 from polyfed.training import SingleClientData
@@ -133,6 +135,8 @@ def evaluate(
     if population.columns.class_names and content["pooled"]["support"]:
         content["classes"] = list(population.columns.class_names)
     content["model"] = {"path": str(model)} | round_of(model, best=best)
+    if rows == "test" and not best:  # the sets are the last model's, and were calibrated on the validation rows
+        content |= _sets(model, population)
     if other is not None:
         mine, theirs = (
             assemble(job_of(one, recipe or model, rows, groups, best), population=population) for one in (model, other)
@@ -143,6 +147,25 @@ def evaluate(
 
 BESIDE_SITES = ("all", "pooled", SERVER)
 """What stands in tables where the name of a client does."""
+
+
+def _sets(model: str | Path, population: Population) -> dict[str, Any]:
+    """Return the entry `sets`: how often the sets of the global model hold the truth of these rows.
+
+    It is empty if the model has no counts for sets, and has `targets` too if it predicts numbers.
+    """
+    path = Path(model).expanduser()
+    if (path / DESCRIPTION).exists():
+        models = load_model(path)
+    elif (path / RESULT).exists():
+        models = load_run(path).models
+    else:  # a file of parameters
+        return {}
+    if models.shared is None or not len(population.test_rows):
+        return {}
+    sets = sets_of(models, population)
+    targets = {"targets": list(models.class_names or ())} if isinstance(models.task, Regression) else {}
+    return {} if sets is None else {"sets": sets} | targets
 
 
 def with_values(

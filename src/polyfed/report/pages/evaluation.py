@@ -6,7 +6,7 @@ from typing import Any
 
 from polyfed.objective.report import WITHIN
 from polyfed.report.formatting import number_of
-from polyfed.report.scores import title_of, unit_of
+from polyfed.report.scores import sets_title, sets_words, title_of, unit_of
 
 _STYLE = (
     "body{font-family:system-ui,sans-serif;margin:2rem auto;max-width:72rem;padding:0 1rem;color:#222}"
@@ -144,6 +144,9 @@ def notes(content: Mapping[str, Any]) -> list[str]:
         best = told.get("best_round")
         other = f"; its best round is {best} (--best)" if best not in (None, told["round"]) else ""
         result.append(f"the model is that of round {told['round']}{other}")
+    if "sets" in content:
+        shown = {"metrics": {"global": pooled["metrics"]}, **content}
+        result.append(f"{sets_title(content)}: {sets_words(shown, told.get('path'))}")
     if pooled["hidden"]:
         result.append("* a class or group with fewer rows than [limits] min_group is hidden, and not in the sums")
     if any("clients" in one for one in pooled["metrics"].values()):
