@@ -96,7 +96,7 @@ def test_no_data_label_id_or_text_of_an_error_is_in_a_span(spans: Any, tmp_path:
     path = tmp_path / "recipe.toml"
     path.write_text(
         f'rounds = 1\n[data]\nname = "table"\npath = "{table}"\nlabel = "label"\nclient = "person"\n'
-        f'modalities = {{ a = ["{CANARY}-x"], b = ["{CANARY}-y"] }}\n'
+        f'standardise = false\nmodalities = {{ a = ["{CANARY}-x"], b = ["{CANARY}-y"] }}\n'
         '[clients]\npartition = "by-client"\n[model.encoders]\na = { kind = "mlp" }\nb = { kind = "mlp" }\n'
         '[algorithm]\nname = "fedavg"\n'
     )
