@@ -5,6 +5,7 @@ import random
 import subprocess
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,13 @@ def test_the_server_measures_about_the_rate_of_the_line_in_both_directions(rate:
     assert 0.4 <= carried.work_s < 5.0
 
 
+def lying(call: Any, method: str, path: str, body: Any = None, headers: Any = None) -> None:
+    """A call whose headers claim another time and a rate."""
+    call(
+        method, path, body=body, headers={**(headers or {}), "date": "Thu, 01 Jan 2099 00:00:00 GMT", "x-rate": "1e12"}
+    )
+
+
 def test_a_device_that_stalls_or_claims_other_times_changes_only_its_own_rate(tmp_path: Path) -> None:
     """It sends slowly, after a long pause, and with a date of its own; the other one is measured as before."""
     federation, large = Federation(tmp_path), LARGE[: 2**18]
@@ -208,14 +216,8 @@ def test_a_device_that_stalls_or_claims_other_times_changes_only_its_own_rate(tm
         name = federation.asked(number, body=large, most=2 * len(large))
         assert device.next() is not None
         proxy.rate = 1e5 if stalls else 1e6
-        lie = "Thu, 01 Jan 2099 00:00:00 GMT"
-        way = device._connected(20.0)
-        request = way.request
-        way.request = (  # type: ignore[method-assign]
-            lambda method, path, body=None, headers=None, lie=lie, request=request: request(
-                method, path, body=body, headers={**(headers or {}), "date": lie, "x-rate": "1e12"}
-            )
-        )
+        way: Any = device._connected(20.0)
+        way.request = partial(lying, way.request)
         assert device.send(name, reply_in(tmp_path, large)) == connection.TAKEN
         (carried,) = federation.queue.carried([name]).values()
         rates.append(carried.up_bytes / carried.up_s)
