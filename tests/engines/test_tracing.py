@@ -12,9 +12,9 @@ import pytest
 
 import polyfed
 from engines.devices import RECIPE
-from polyfed.core.errors import PolyfedWarning
 from polyfed.core.system import tracing
 from polyfed.core.system.tracing import ALLOWED, here, span
+from refusals import refuses, warned
 from world import algorithm, recipe
 
 VARIABLES = (*tracing.ASKED, "OTEL_SDK_DISABLED", "OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL")
@@ -101,7 +101,7 @@ def test_no_data_label_id_or_text_of_an_error_is_in_a_span(spans: Any, tmp_path:
         '[algorithm]\nname = "fedavg"\n'
     )
     polyfed.run(path, tmp_path / "run")
-    with pytest.raises(ValueError, match=CANARY), span("request", task="update"):
+    with refuses(ValueError, CANARY), span("request", task="update"):
         raise ValueError(CANARY)
     among = spans()
     assert len(among) > 4
@@ -115,7 +115,7 @@ def test_no_data_label_id_or_text_of_an_error_is_in_a_span(spans: Any, tmp_path:
 
 
 def test_an_attribute_that_is_not_allowed_is_refused(spans: Any) -> None:
-    with pytest.raises(AssertionError, match="data"), span("request", client=3):
+    with refuses(AssertionError, "data"), span("request", client=3):
         pass
 
 
@@ -146,7 +146,7 @@ def test_what_polyfed_does_not_have_is_said_and_the_run_goes_on(
     pytest.importorskip("opentelemetry.sdk", reason="the extra polyfed[otel] is not installed")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setenv(name, value)
-    with pytest.warns(PolyfedWarning, match=value):
+    with warned(value):
         assert tracing.tracer() is None
     assert tracing.tracer() is None, "it is said once"
 

@@ -10,9 +10,20 @@ from polyfed.cli.output import answer
 from polyfed.core.errors import RecipeError, command
 
 if TYPE_CHECKING:
+    import pandas as pd
     from rich.console import Group
 
     from polyfed.experiment.recipes.recipe import Recipe
+
+
+OnlyIds = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="With edge.toml: predict only the ids in this file.", show_default=False),
+]
+PartialRows = Annotated[
+    Literal["refuse", "absent"] | None,
+    typer.Option(help="Rows with only some cells of a modality. [default: as for the run]", show_default=False),
+]
 
 
 @app.command()
@@ -110,7 +121,12 @@ def _groups(words: list[str]) -> dict[str, list[str]]:
 def predict(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A run or an exported model.", show_default=False)],
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="New rows, in the form of the run's data.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="New rows, in the form of the run's data, or edge.toml for the samples of a silo.",
+            show_default=False,
+        ),
     ],
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a .csv or .json file instead of printing CSV.")
@@ -130,10 +146,8 @@ def predict(
         list[str] | None,
         typer.Option("--id", metavar="COLUMN", help="A column that names the rows. May be repeated."),
     ] = None,
-    partial: Annotated[
-        Literal["refuse", "absent"] | None,
-        typer.Option(help="Rows with only some cells of a modality. [default: as for the run]", show_default=False),
-    ] = None,
+    only: OnlyIds = None,
+    partial: PartialRows = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict new rows: classes by name with probabilities, or numbers, and the modalities that each row has."""
@@ -146,8 +160,12 @@ def predict(
 
     if out is not None and out.suffix not in (".csv", ".json"):
         raise RecipeError(f"--out {out}: must end in .csv or .json")
-    models = load_model(model) if (model / DESCRIPTION).exists() else load_run(model).models
-    frame = models.predict_frame(file, client, coverage=coverage, partial=partial, ids=ids or ())
+    frame = _of_silo(model, file, only, coverage, client, ids, partial) if file.suffix == ".toml" else None
+    if frame is None:
+        if only is not None:
+            raise RecipeError(f"--only {only} chooses samples of a silo: give edge.toml in place of {file}")
+        models = load_model(model) if (model / DESCRIPTION).exists() else load_run(model).models
+        frame = models.predict_frame(file, client, coverage=coverage, partial=partial, ids=ids or ())
     if str(frame.columns[0]).partition(".")[0] == "prediction":  # nothing names the rows
         frame.insert(0, "row", range(len(frame)))
     lines = frame.astype(object).where(frame.notna(), None).to_dict("records")
@@ -159,3 +177,19 @@ def predict(
     if out is not None:
         replace_text(out, to_json(lines) if out.suffix == ".json" else frame.to_csv(index=False))
     answer(lines, f"{len(frame):,} rows in {out}", as_json=as_json)
+
+
+def _of_silo(model: Path, file: Path, only: Path | None, *others: object) -> "pd.DataFrame":
+    """Return the predictions for the samples of a silo, from its edge and devices.
+
+    Raises:
+        RecipeError: an option says how to read a file of rows.
+    """
+    import pandas as pd
+
+    from polyfed.deploy import predict_at_edge
+
+    names = ("--coverage", "--client", "--id", "--partial")
+    if wrong := [name for name, value in zip(names, others, strict=True) if value]:
+        raise RecipeError(f"{', '.join(wrong)}: only for a file of rows, and {file} is that of an edge. Leave it out")
+    return pd.DataFrame(predict_at_edge(file, model, only))

@@ -14,7 +14,7 @@ Files:
     device/: what runs on a device. `agent` waits for the server, `tasks` runs the tasks, `device_file` and
         `configuration` are what its owner writes, and `joining` writes it for the owner.
     edge/: the edge of a silo, which serves the silo's devices and is a participant of the server. `edge_file` is what
-        its owner writes, and `runtime` answers the server's packets.
+        its owner writes, `runtime` answers the server's packets, and `prediction` predicts for the silo.
 
 The functions here need one of the extras `server` and `device`. Without it, they raise an error that says so.
 """
@@ -36,6 +36,7 @@ __all__ = [
     "ServerPorts",
     "enqueue",
     "needing_extra",
+    "predict_at_edge",
     "run_device",
     "run_edge",
     "run_locally",
@@ -152,3 +153,14 @@ def run_edge(path: Path) -> None:
     with needing_extra("an edge"):
         from polyfed.deploy.edge import edge_file
     edge_file.edge(path)
+
+
+def predict_at_edge(file: Path, model: Path, only_ids: Path | None = None) -> dict[str, list[Any]]:
+    """Predict for the samples of a silo; see `polyfed.deploy.edge.prediction`.
+
+    Raises:
+        PolyfedError: the prediction failed, or an extra is not installed.
+    """
+    with needing_extra("an edge"):
+        from polyfed.deploy.edge import prediction
+    return prediction.predict_at_edge(file, model, only_ids)

@@ -74,6 +74,9 @@ from polyfed.transport.tokens import Register
 DEVICES = "devices.json"
 """The file in the edge's state folder with what its devices told when they enrolled, and with their keys."""
 
+KNOWN = "federation.json"
+"""The file in the edge's state folder with the recipe and the facts of the latest part, for predictions."""
+
 PATIENCE = 0.8
 """The edge waits for its devices for this share of `enrol_seconds`, so that its answer reaches the server in time."""
 
@@ -134,8 +137,8 @@ class AtEdge:
             log(f"made the key of the audit log; keep a copy of {edge.node.folder / PUBLIC_KEY} elsewhere")
         rounds, run = packet.header.get("rounds_left", 1), packet.header.get("run", "")
         told: dict[str, Any] = {"rounds_left": rounds, "run": run}
-        with self._devices(edge, recipe, **told) as (transport, _):
-            known = _met(transport, edge, PATIENCE * recipe.deployment.enrol_seconds)
+        with devices_of(edge, recipe, self.app, **told) as (transport, _):
+            known = met(transport, edge, PATIENCE * recipe.deployment.enrol_seconds)
             nodes = {str(client): str(node) for client, node in transport.node_of.items()}
         policy = _policy(edge, recipe, known)
         if not policy.allows("statistic", SHARED, "server"):
@@ -146,37 +149,15 @@ class AtEdge:
         replace_text(edge.node.folder / DEVICES, json.dumps({"devices": header["devices"], "nodes": nodes}))
         return Packet(header)
 
-    @contextmanager
-    def _devices(self, edge: EdgeConfig, recipe: Recipe, **told: Any) -> Iterator[tuple[QueueTransport, int]]:
-        """Yield the transport to the devices, and the number of a new session."""
-        folder = edge.node.folder
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        register = Register(Path(edge.credentials))
-        members = Membership(folder, register.numbers, register.replaced)
-
-        def vet(packet: Packet, device: str) -> str:
-            if packet.header.get("silo") != edge.silo:
-                said = packet.header.get("silo")
-                return f"the device says that it is of silo {said}, and this is the edge of silo {edge.silo}"
-            return members.refusal(packet, device)
-
-        limit = recipe.deployment.message_megabytes * MEGABYTE
-        queue = Queue(Path(edge.credentials) / "queue")
-        told |= {"renewed": register.replaced, "registered": register.keys}
-        transport = QueueTransport(queue=queue, app=self.app, vet=vet, limit=limit, **told)
-        try:
-            yield transport, members.session
-        finally:
-            transport.end()
-
     def _part(self, edge: EdgeConfig, recipe: Recipe, packet: Packet, request_id: RequestId) -> Packet:
         """Run a part with the devices of the silo."""
         if (packet.header.get("want"), request_id.client) != (PART, edge.silo):
             raise BadReply(f"is no part of silo {edge.silo}")
         known, nodes = _known(edge)
+        _remember(edge.node.folder, self.recipe_path, packet)
         with (
             DeviceStore(edge.node.folder).alone(request_id.run, edge.silo) as store,
-            self._devices(edge, recipe, run=request_id.run) as (transport, session),
+            devices_of(edge, recipe, self.app, run=request_id.run) as (transport, session),
         ):
             assert store is not None, "the lock was waited for"
             with store.transaction() as memory:
@@ -198,6 +179,35 @@ class AtEdge:
                 if not sent:
                     silo.book(store.folder, sent=False)
             return Packet(answer.header | {"seal": seal}, answer.body)
+
+
+@contextmanager
+def devices_of(edge: EdgeConfig, recipe: Recipe, app: bytes, **told: Any) -> Iterator[tuple[QueueTransport, int]]:
+    """Yield the transport to the devices of a silo, and the number of a new session.
+
+    Args:
+        app: what the devices get besides requests.
+        told: further attributes of the transport.
+    """
+    folder = edge.node.folder
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    register = Register(Path(edge.credentials))
+    members = Membership(folder, register.numbers, register.replaced)
+
+    def vet(packet: Packet, device: str) -> str:
+        if packet.header.get("silo") != edge.silo:
+            said = packet.header.get("silo")
+            return f"the device says that it is of silo {said}, and this is the edge of silo {edge.silo}"
+        return members.refusal(packet, device)
+
+    limit = recipe.deployment.message_megabytes * MEGABYTE
+    queue = Queue(Path(edge.credentials) / "queue")
+    told |= {"renewed": register.replaced, "registered": register.keys}
+    transport = QueueTransport(queue=queue, app=app, vet=vet, limit=limit, **told)
+    try:
+        yield transport, members.session
+    finally:
+        transport.end()
 
 
 @dataclass(frozen=True)
@@ -373,7 +383,7 @@ def _policy(edge: EdgeConfig, recipe: Recipe, known: Sequence[Enrolment]) -> Pol
     return policy_on(replace(edge.node, modalities=",".join(held)), recipe, held)
 
 
-def _met(transport: QueueTransport, edge: EdgeConfig, seconds: float) -> list[Enrolment]:
+def met(transport: QueueTransport, edge: EdgeConfig, seconds: float) -> list[Enrolment]:
     """Wait for the devices of the silo.
 
     Raises:
@@ -409,6 +419,15 @@ def _known(edge: EdgeConfig) -> tuple[list[Enrolment], dict[int, str]]:
         raise BadReply("came before the silo had enrolled; start the run again") from None
     nodes = {int(client): node for client, node in result["nodes"].items()}
     return [Enrolment.read(one) for one in result["devices"]], nodes
+
+
+def _remember(folder: Path, recipe_path: Path, packet: Packet) -> None:
+    """Keep the recipe and the facts of the federation, which the edge needs to predict after the run."""
+    Facts.read(packet.header)
+    text = json.dumps({"recipe": recipe_path.read_text(encoding="utf-8"), "facts": packet.header["facts"]})
+    path = folder / KNOWN
+    if not path.exists() or path.read_text() != text:
+        replace_text(path, text)
 
 
 def _packed(kept: Any) -> Tree:
