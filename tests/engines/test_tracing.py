@@ -134,7 +134,7 @@ def test_traces_are_off_unless_the_variables_ask(variables: dict[str, str], monk
     assert tracing.tracer() is None
     assert here() == ""
     with span("run", rounds=1) as facts:
-        facts["missing"] = 1
+        facts["clients"] = 1
 
 
 @pytest.mark.parametrize(

@@ -269,8 +269,7 @@ class Federation:
             options: dict[str, Any] = {"turn": turn, "enough": enough, "held_out": held_out}
             return self._summed(task, clients, send, quorum=quorum, **options)
         enough = None if enough is None else max(enough, min(self.min_replies, len(clients)))
-        place = (self.round, self.rounds, self.asked, self.seed, turn)
-        request = Request(task, path, *place, enough, held_out)
+        request = Request(task, path, self.round, self.rounds, self.asked, self.seed, turn, enough, held_out)
         self.asked += 1
         self._check_clients(request, clients)
         if not clients:
@@ -279,7 +278,8 @@ class Federation:
         sent = self._as_read(request, send, clients)
         how = self._combining(request, accept) if self.combine else None
         asked = request if how is None else replace(request, combining=how)
-        answer = self._answered(asked, sorted(clients), sent)
+        with span("request", task=request.name, clients=len(clients)):
+            answer = (self.engine.answer if how is None else self._combined)(asked, sorted(clients), sent)
         if answer.combined is not None and how is not None:
             missing = self._missing(request, answer.missing | answer.combined.missing, peak)
             summed = CombinedReplies.of(answer.combined, how, self.template, self.clients, missing)
@@ -288,13 +288,6 @@ class Federation:
             answer = self.attack.falsify(answer, sent, self.attack.attackers(len(self.clients), self.seed))
         parts, missing = self.usable(request, answer, sent, accept)
         return self._told(request, send, Replies(parts, self._missing(request, missing, peak)), quorum=quorum)
-
-    def _answered(self, request: Request, clients: Sequence[int], sent: Send) -> Answer:
-        """Return the answers of the clients, or their sums."""
-        with span("request", task=request.name, clients=len(clients)) as facts:
-            answer = (self.engine.answer if request.combining is None else self._combined)(request, clients, sent)
-            facts["missing"] = len(answer.missing)
-            return answer
 
     def _combined(self, request: Request, clients: Sequence[int], sent: Send) -> Answer:
         """Return the sums of the replies, or each reply if one may be far larger than the others."""

@@ -16,7 +16,7 @@ from polyfed.core.errors import PolyfedWarning
 ASKED = ("OTEL_TRACES_EXPORTER", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 """The standard variables of which one asks for traces."""
 
-ALLOWED = frozenset({"round", "rounds", "clients", "replies", "missing", "task", "engine", "verdict"})
+ALLOWED = frozenset({"round", "rounds", "clients", "task", "engine", "verdict"})
 """The attributes that a span may have."""
 
 PARENT = "traceparent"
