@@ -97,7 +97,7 @@ def span(name: str, parent: str = "", **facts: int | str) -> Iterator[dict[str, 
     Args:
         name: its name.
         parent: the span that caused it, if that is in another process: what `here` returned there.
-        facts: attributes, of `ALLOWED`. Those that are added to the yielded dict become attributes too.
+        **facts: attributes, of `ALLOWED`. Those that are added to the yielded dict become attributes too.
     """
     if (maker := tracer()) is None:
         yield facts
