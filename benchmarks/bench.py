@@ -2,6 +2,7 @@
 
     python benchmarks/bench.py [--runs 3] [--rounds 15]    # `make bench`: about 15 minutes on two cores
     python benchmarks/bench.py --check [--tolerance 0.25]    # `make bench-check`: exit code 1 if slower
+    python benchmarks/bench.py --report --peers --setting small    # `make bench-report`: CI's, whose exit code is 0
 
 Every number is a ratio: how many times faster a program is than another program that takes turns with it.
 The page's part between the two markers is replaced, and the text around it stays.
@@ -226,6 +227,22 @@ def slower(before: dict[str, float], now: dict[str, float], tolerance: float) ->
     return found
 
 
+def report(recorded: dict[str, Any], now: dict[str, Any]) -> str:
+    """All ratios that were measured now, beside the recorded ones. Ratios of another machine may differ a lot."""
+    before, here = ratios_of(recorded), now["machine"]
+    lines = [f"{here['processor']}, {here['cores']} cores, load {here['load before']}; recorded: {recorded['machine']}"]
+    lines += [
+        f"{name}: {new:.2f}, recorded {before.get(name, float('nan')):.2f}" for name, new in ratios_of(now).items()
+    ]
+    failed = {
+        name: row["failure"]
+        for one in now["tables"].values()
+        for name, row in one["programs"].items()
+        if "failure" in row
+    }
+    return "\n".join([*lines, *(f"{name}: no figure: {why}" for name, why in failed.items())])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3, help="runs of each program; medians count")
@@ -234,10 +251,16 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", default=["pfl", "flower"], help="pfl, flower; none: only our own")
     parser.add_argument("--tables-only", action="store_true", help="with --check: leave out the plot")
     parser.add_argument("--check", action="store_true", help="compare with the recorded ratios, and write nothing")
+    parser.add_argument("--report", action="store_true", help="print the tables' ratios beside the recorded ones")
     parser.add_argument(
         "--tolerance", type=float, default=0.25, help="share by which a ratio may fall; timings are noisy"
     )
     options = parser.parse_args()
+    if options.report:
+        options.tables_only = True
+        recorded = json.loads(PAGE.with_suffix(".json").read_text())
+        print(report(recorded, measured(options)))
+        return
     if not options.check:
         if options.tables_only:
             parser.error("--tables-only needs --check, because the page has the plot too")

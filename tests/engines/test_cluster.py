@@ -23,7 +23,7 @@ from laws.test_laws import world
 from polyfed.core.errors import RecipeError
 from polyfed.core.tree import size_bytes
 from polyfed.engines import in_process
-from polyfed.engines.workers import cluster
+from polyfed.engines.workers import cluster, node_arrays
 from polyfed.experiment.checks.check import check
 from polyfed.experiment.recipes.recipe import EngineSpec, Recipe
 from polyfed.experiment.running.assembly import assemble
@@ -129,12 +129,64 @@ def test_the_actors_of_a_node_share_large_columns_and_have_their_own_small_ones(
     for name, column in mine.items():
         found = [one.columns.modalities[name].values for one in (first, second)]
         assert torch.equal(found[0], column.values)
-        assert (found[0].data_ptr() == found[1].data_ptr()) == (column.values.nbytes >= cluster.LARGE)
-    assert any(column.values.nbytes >= cluster.LARGE for column in mine.values())
-    small = next(name for name, value in first.initial.items() if value.nbytes < cluster.LARGE)
+        assert (found[0].data_ptr() == found[1].data_ptr()) == (column.values.nbytes >= node_arrays.LARGE)
+    assert any(column.values.nbytes >= node_arrays.LARGE for column in mine.values())
+    small = next(name for name, value in first.initial.items() if value.nbytes < node_arrays.LARGE)
     first.initial[small].add_(1)
     assert not torch.equal(first.initial[small], second.initial[small])
     assert torch.equal(second.initial[small], engine.initial[small])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("fedavg", "vectorised"),
+        *(pytest.param(name, "sequential", marks=pytest.mark.slow) for name in ("scaffold", "hfm")),
+    ],
+)
+def test_data_in_a_folder_that_all_nodes_read_gives_the_bits_of_one_process(
+    nodes: Any, name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = replace(world(name, kind, AWKWARD), rounds=2)
+    monkeypatch.setattr(node_arrays, "LARGE", 1)  # for this process, which writes the files
+    monkeypatch.setattr(cluster, "STORE_SHARE", 1e-3)
+    folder = tmp_path / "made" / "here"
+    many = played(on_ray(made, shared_folder=str(folder)))
+    assert many[0].engine.pool.returned > 0
+    files = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert len(files) > 2
+    assert all(file.endswith(".npy") for file in files), "no draft, no probe"
+    one = played(alone(made))
+    expect_equal(one, many)
+
+    damaged, cut = sorted(folder.iterdir())[:2]
+    content = [damaged.read_bytes(), cut.read_bytes()]
+    damaged.write_bytes(content[0][:-1] + bytes([content[0][-1] ^ 1]))
+    cut.write_bytes(content[1][:-1])
+    expect_equal(one, played(on_ray(made, shared_folder=str(folder))))
+    assert [damaged.read_bytes(), cut.read_bytes()] == content, "damaged files are written again"
+    again = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert {name for name in files if again[name] == files[name]} == files.keys() - {damaged.name, cut.name}
+
+
+def test_actors_map_large_files_of_the_shared_folder_and_their_changes_stay_with_them(
+    nodes: Any, tmp_path: Path
+) -> None:
+    made = recipe(algorithm("fedavg"))
+    engine = assemble(replace(made, data=replace(made.data, rows=40_000))).engine
+    there = cluster.Cluster(shared_folder=tmp_path)
+    there._ray = ray
+    reference = there.share(engine)  # type: ignore[arg-type]
+    first, second = ray.get(reference), ray.get(reference)
+    files = list(tmp_path.iterdir())
+    maps = Path("/proc/self/maps").read_text()
+    assert files
+    assert all(str(path) in maps for path in files)
+    for name, column in engine.columns.modalities.items():
+        values = [one.columns.modalities[name].values for one in (first, second)]
+        assert torch.equal(values[0], column.values)
+        values[0].zero_()
+        assert torch.equal(values[1], column.values)
 
 
 @pytest.mark.parametrize("moment", [0.0, *(pytest.param(m, marks=pytest.mark.slow) for m in (0.5, 1.0, 1.7, 2.5))])
@@ -177,6 +229,31 @@ def test_a_node_that_is_killed_costs_a_repeat_of_its_clients(nodes: Any) -> None
 
     run = polyfed.run(on_ray(made), listeners=[listen])
     assert ended == [3]
+    assert run.result["state_sha256"] == whole.result["state_sha256"]
+    assert all(row["missing"] == {} for row in run.rounds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", [0.0, 0.05, 0.2, 0.5])
+def test_a_node_that_is_killed_within_a_round_of_sums_costs_a_repeat_of_its_clients(nodes: Any, moment: float) -> None:
+    made = replace(recipe(algorithm("scaffold"), engine="sequential"), rounds=8)
+    whole = polyfed.run(replace(made, engine=EngineSpec(name="sequential", workers=1, combine="nodes")))
+    third = nodes.add_node(**NODE)
+    nodes.wait_for_nodes()
+
+    def kill() -> None:
+        time.sleep(moment)
+        nodes.remove_node(third, allow_graceful=False)  # signal 9 to the node's processes
+
+    killer = threading.Thread(target=kill)
+
+    def listen(event: str, **facts: Any) -> None:
+        if event == "round-started" and facts["round"] == 4:
+            killer.start()
+
+    run = polyfed.run(on_ray(made, combine="nodes"), listeners=[listen])
+    killer.join()
+    assert third not in nodes.list_all_nodes()
     assert run.result["state_sha256"] == whole.result["state_sha256"]
     assert all(row["missing"] == {} for row in run.rounds)
 
@@ -224,6 +301,30 @@ def test_nodes_that_cannot_do_their_part_are_named(nodes: Any, monkeypatch: pyte
         assert f"has polyfed not, and this machine {own['polyfed']}" in str(refused.value)
     with refuses(RecipeError, "engine.cluster: no node has"):
         played(on_ray(recipe(algorithm("fedavg")), device="cuda", stack=2))
+
+
+def test_a_node_that_cannot_read_the_shared_folder_is_named_before_the_first_round(
+    nodes: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    here, seen = os.getpid(), list[str]()
+    asked = cluster._size_at
+    monkeypatch.setattr(
+        cluster, "_size_at", lambda path: asked(path) if os.getpid() == here else cluster.UNREADABLE, raising=True
+    )
+    made = on_ray(recipe(algorithm("fedavg")), shared_folder=str(tmp_path / "shared"))
+    with refuses(RecipeError, "engine.cluster: cannot read") as refused:
+        polyfed.run(made, tmp_path / "run", listeners=[lambda event, **_: seen.append(event)])
+    address = nodes.head_node.node_ip_address
+    assert f"node {address} cannot read [engine] shared_folder = '{tmp_path / 'shared'}'" in str(refused.value)
+    assert "mount" in str(refused.value)
+    assert "round-started" not in seen
+    assert list((tmp_path / "shared").iterdir()) == []
+
+
+def test_a_shared_folder_that_cannot_be_written_is_refused(nodes: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with refuses(RecipeError, "engine.shared_folder: cannot write"):
+        played(on_ray(recipe(algorithm("fedavg")), shared_folder=str(tmp_path / "file" / "shared")))
 
 
 def test_nodes_are_checked_before_the_first_round_also_if_no_request_needs_them(
@@ -468,6 +569,8 @@ def test_options_that_a_cluster_contradicts_are_refused(options: dict[str, Any],
         EngineSpec(cluster="ray", **options)
     with refuses(RecipeError, "engine.address: address needs"):
         EngineSpec(address="head:6379")
+    with refuses(RecipeError, "engine.shared_folder: shared_folder needs"):
+        EngineSpec(shared_folder="shared")
 
 
 def test_check_says_what_each_node_needs() -> None:
@@ -476,4 +579,8 @@ def test_check_says_what_each_node_needs() -> None:
     assert "Each node of the cluster needs" in text
     assert "an object store of" in text
     assert "2 cores for each worker" in text
+    assert "data and model take" in text
     assert check(world("fedavg")).node_needs == ()
+    shared = check(replace(made, engine=replace(made.engine, shared_folder="some/folder")))
+    assert any(f"read {Path.cwd()}/some/folder" in need for need in shared.node_needs)
+    assert not any("data and model take" in need for need in shared.node_needs)

@@ -153,6 +153,12 @@ def test_only_what_fell_by_more_than_the_tolerance_is_slower(bench: Any) -> None
     assert lost.endswith("was 4.00, and could not be measured now")
 
 
+def test_a_report_has_each_ratio_beside_the_recorded_one(bench: Any) -> None:
+    first, *lines = bench.report(measurement(4.0), measurement(2.0) | {"curves": {}}).splitlines()
+    assert first.startswith("a, 2 cores, load 0.1; recorded: ")
+    assert lines == ["small: polyfed vectorised / bare loop: 2.00, recorded 4.00", "pfl 0.6: no figure: no network"]
+
+
 def test_the_page_keeps_what_people_wrote(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "speed.md"
     monkeypatch.setattr(bench, "PAGE", page)

@@ -1,8 +1,9 @@
 """The nodes of a Ray cluster: what they must have, the engine that they share, and the actors that run its clients.
 
 A copy of the engine travels once to each node. Its large tensors, such as the features of the data set, lie in Ray's
-object store there, and all actors of the node read them in place. Ray starts the actors, notices when one ends, and
-moves messages; `pool.py` decides which clients run where, and what happens with the clients of a lost worker.
+object store there or in a folder that all nodes read (`node_arrays.py`), and all actors of the node read them in place.
+Ray starts the actors, notices when one ends, and moves messages; `pool.py` decides which clients run where, and what
+happens with the clients of a lost worker.
 """
 
 import logging
@@ -29,11 +30,9 @@ from polyfed.core.errors import RecipeError
 from polyfed.core.tree import Tree, size_bytes
 from polyfed.data import Columns
 from polyfed.engines.machine.gpu import deterministic
+from polyfed.engines.workers.node_arrays import SharedFolder, content_of, tensor_of
 from polyfed.engines.workers.process import Done, Job, Served, run
 from polyfed.engines.workers.shared_memory import Packed
-
-LARGE = 2**20
-"""Least bytes of a tensor that the actors of a node share. They must not write to it, so small ones are copied."""
 
 CONNECT_SECONDS, START_SECONDS = 10.0, 60.0
 """How long polyfed waits for the address of a cluster, and for the facts of its nodes or the start of an actor."""
@@ -59,13 +58,16 @@ class Cluster:
     Args:
         address: `HOST:PORT` of the cluster's head. If empty, the variable RAY_ADDRESS, the cluster of this machine, or
             a new one with all cores of this machine.
+        shared_folder: a folder that all nodes read. The large tensors of the engine then lie there, in files, instead
+            of in the object store of each node.
 
     Attributes:
         lost: whether the head has ended. A call of Ray would then wait for it.
     """
 
-    def __init__(self, address: str = "") -> None:
+    def __init__(self, address: str = "", shared_folder: Path | None = None) -> None:
         self.address = address
+        self.shared = None if shared_folder is None else SharedFolder(shared_folder)
         self._ray: Any = None
         self._head = ""  # HOST:PORT of the head
         self._ours = False  # whether this object has connected to the cluster, and disconnects at the end
@@ -91,7 +93,8 @@ class Cluster:
         self._arguments = threads, str(device)
         new = [node for node in self._alive() if node["NodeID"] not in self._checked]
         if new:
-            self._refuse_nodes(new, size_of(engine.population.columns, engine.initial), device)
+            columns = None if self.shared else engine.population.columns
+            self._refuse_nodes(new, size_of(columns, engine.initial), device)
             self._checked |= {node["NodeID"] for node in new}
 
     def open(self, engine: Served, num: int, threads: int, device: torch.device) -> int:
@@ -232,19 +235,20 @@ class Cluster:
             raise RecipeError("Ray: " + "; ".join(faults))
 
     def _refuse_nodes(self, nodes: Sequence[dict[str, Any]], size: int, device: torch.device) -> None:
-        """Refuse the cluster if one of these nodes has other versions or too small an object store, or if no node has
-        a GPU or the cores of a worker.
+        """Refuse the cluster if one of these nodes has other versions or too small an object store or cannot read the
+        shared folder, or if no node has a GPU or the cores of a worker.
 
         Raises:
             RecipeError: all faults of all nodes.
         """
-        faults = self._version_faults(nodes)
+        faults = self._version_faults(nodes) + self._folder_faults(nodes)
+        what = "the model takes" if self.shared else "data and model take"
         for node in nodes:
             name, store = node["NodeManagerAddress"], node["Resources"].get("object_store_memory", 0)
             if size > STORE_SHARE * store:
                 faults.append(
-                    f"node {name} has an object store of {store / 2**20:.0f} MiB, and data and model take "
-                    f"{size / 2**20:.0f} MiB: restart it with `ray start --object-store-memory={int(2 * size)}`"
+                    f"node {name} has an object store of {store / 2**20:.0f} MiB, and {what} {size / 2**20:.0f} MiB: "
+                    f"restart it with `ray start --object-store-memory={int(2 * size)}`"
                 )
         if device.type == "cuda" and not self._ray.cluster_resources().get("GPU"):
             faults.append("[engine] device = 'cuda', and no node has a GPU: use device = 'cpu', or add a node with one")
@@ -269,6 +273,19 @@ class Cluster:
                 for package, wanted in others.items()
             ]
         return faults
+
+    def _folder_faults(self, nodes: Sequence[dict[str, Any]]) -> list[str]:
+        """Return a text for each node that cannot read what this machine writes to the shared folder."""
+        if self.shared is None:
+            return []
+        with self.shared.probe() as path:
+            sizes, here = self._ask(nodes, _size_at, str(path)), _size_at(str(path))
+        return [
+            f"node {node['NodeManagerAddress']} cannot read [engine] shared_folder = '{self.shared.path}', or has "
+            "another folder there: mount the same one, or remove `shared_folder` to send the data to each node"
+            for node, size in zip(nodes, sizes, strict=True)
+            if isinstance(size, int) and size != here
+        ]
 
     def _ask(self, nodes: Sequence[dict[str, Any]], question: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call a function of this file on each node.
@@ -297,12 +314,14 @@ class Cluster:
         return result
 
     def share(self, engine: Served) -> Any:
-        """Put a copy of the engine into the object store, with the values of its tensors as arrays, and return it.
+        """Put a copy of the engine into the object store, and return it; see `node_arrays.py` for its tensors.
 
-        Ray gives such arrays to all actors of a node as views of one piece of memory.
+        Raises:
+            RecipeError: the files of the shared folder cannot be written.
         """
         util = self._ray.util
-        util.register_serializer(Tensor, serializer=_bytes_of, deserializer=_tensor_of)
+        packed = content_of if self.shared is None else self.shared.content_of
+        util.register_serializer(Tensor, serializer=packed, deserializer=tensor_of)
         try:
             return self._ray.put(copy_of(engine))
         finally:
@@ -517,25 +536,10 @@ def copy_of(engine: Served) -> Served:
     return sent
 
 
-def size_of(columns: Columns, initial: Tree) -> int:
-    """Return the bytes that data and model take on each node."""
-    return sum(c.values.numel() * c.values.element_size() for c in columns.modalities.values()) + size_bytes(initial)
-
-
-def _bytes_of(tensor: Tensor) -> tuple[NDArray[Any], torch.dtype, tuple[int, ...]]:
-    plain = tensor.detach().cpu().contiguous().view(-1)
-    return plain.view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape)
-
-
-def _tensor_of(content: tuple[NDArray[Any], torch.dtype, tuple[int, ...]]) -> Tensor:
-    array, dtype, shape = content
-    if not array.nbytes:
-        return torch.empty(shape, dtype=dtype)
-    if array.nbytes < LARGE:
-        array = np.array(array)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # a large array is not writable
-        return torch.from_numpy(array).view(dtype).reshape(shape)
+def size_of(columns: Columns | None, initial: Tree) -> int:
+    """Return the bytes that data and model take in each node's object store, where data of a shared folder is not."""
+    values = [] if columns is None else [column.values for column in columns.modalities.values()]
+    return sum(value.numel() * value.element_size() for value in values) + size_bytes(initial)
 
 
 def _silent(name: str, **facts: Any) -> None:

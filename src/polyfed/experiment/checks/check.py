@@ -137,14 +137,20 @@ def _named(refused: Sequence[Planned], assembly: Assembly) -> Iterator[str]:
 
 def _node_needs(assembly: Assembly) -> Iterator[str]:
     """Yield what each node of the cluster needs, if the recipe names one."""
-    spec, size = assembly.recipe.engine, size_of(assembly.population.columns, assembly.initial)
+    spec = assembly.recipe.engine
     if not spec.cluster:
         return
+    columns, what = (
+        (None, "the model takes") if spec.shared_folder else (assembly.population.columns, "data and model take")
+    )
+    size = size_of(columns, assembly.initial)
     yield "Ray, and " + ", ".join(f"{package} {number}" for package, number in facts().items())
     yield (
-        f"an object store of {bytes_of(int(size / STORE_SHARE))} or more: data and model take {bytes_of(size)}, once "
+        f"an object store of {bytes_of(int(size / STORE_SHARE))} or more: {what} {bytes_of(size)}, once "
         "on each node (`ray start --object-store-memory=BYTES`)"
     )
+    if spec.shared_folder:
+        yield f"to read {Path(spec.shared_folder).absolute()}, where the command writes the data once"
     yield f"{counted(max(1, spec.threads), 'core')} for each worker" + (" and a GPU" if spec.device == "cuda" else "")
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing import current_process
+from pathlib import Path
 
 import torch
 
@@ -42,13 +43,14 @@ def engine_of(recipe: Recipe) -> Callable[..., Engine]:
     spec = recipe.engine
     if spec.apart:  # the sequential engine only checks the recipe here, and others run it
         return Sequential
+    folder = Path(spec.shared_folder) if spec.shared_folder else None
     chosen = partial(Vectorised, stack=spec.stack, replay=spec.replay)
     return partial(
         chosen if spec.name == "vectorised" else Sequential,
         workers=workers_of(recipe),
         threads=spec.threads or 1,
         gpus=gpus_of(recipe),
-        cluster=Cluster(spec.address) if spec.cluster else None,
+        cluster=Cluster(spec.address, folder) if spec.cluster else None,
     )
 
 

@@ -22,6 +22,8 @@ class EngineSpec:
             the number of actors, 0 for one on each core. Empty: this machine alone.
         address: (`cluster` only) HOST:PORT of the cluster's head, else the variable RAY_ADDRESS, else this machine,
             which starts a cluster unless it has one.
+        shared_folder: (`cluster` only) a folder that all nodes read. The command writes the data there, and workers map
+            it into memory, instead of sending it to each node (docs/cluster.md).
         workers: number of processes that train clients (Linux only). On a CPU, 0 means one for each core (fewer if
             `threads` is above 1), at most 64, and the result does not depend on the number. On a GPU, 0 or 1 trains in
             this process; with more, each worker trains on one GPU, which several may share, and the last bits depend on
@@ -47,6 +49,7 @@ class EngineSpec:
     device: Literal["cpu", "cuda", "auto"] = "cpu"
     cluster: Literal["", "ray"] = ""
     address: str = ""
+    shared_folder: str = ""
     workers: Annotated[int, between(0, 1024)] = 0
     threads: Annotated[int, between(0, 1024)] = 0
     stack: Annotated[int, NOT_NEGATIVE] = 0
@@ -84,8 +87,9 @@ class EngineSpec:
             "device = 'cuda' without `stack`: this machine cannot see how many clients fit a GPU. Set the largest "
             "number of clients in a stack": self.device == "cuda" and not self.stack and self.name == "vectorised",
         }
-        if self.address and not self.cluster:
-            raise RecipeError("[engine] address needs cluster = 'ray'", ("engine", "address"))
+        for name in ("address", "shared_folder"):
+            if getattr(self, name) and not self.cluster:
+                raise RecipeError(f"[engine] {name} needs cluster = 'ray'", ("engine", name))
         found = [text for text, wrong in faults.items() if wrong and self.cluster]
         if found:
             raise RecipeError(f"[engine] cluster = 'ray' with {'; and with '.join(found)}", ("engine", "cluster"))
