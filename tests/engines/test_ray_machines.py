@@ -80,6 +80,7 @@ class Cluster(Machines):
         # the sockets of Ray need a short path; with a folder of its own, no other program finds this cluster
         self.short = tempfile.mkdtemp(prefix="pf")
         self.environment |= {"RAY_TMPDIR": self.short, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": ""}
+        self.environment["RAY_worker_niceness"] = "0"
 
     def __exit__(self, *given: object) -> None:
         super().__exit__(*given)
@@ -214,6 +215,21 @@ def test_a_run_on_machines_equals_one_process(
     until(lambda: not any(map(cluster.has_actor, (HEAD, SECOND))), "the end of the workers", 30)
     cluster.run(f"run {made} --out {stopped} --resume {ON_RAY}")
     expect_equal(stopped, whole)
+
+
+def test_a_machine_that_is_lost_within_a_round_of_sums_changes_no_bit(
+    cluster: Cluster, tmp_path: Path, draw: random.Random
+) -> None:
+    made, whole, lost = recipe(tmp_path, "scaffold"), tmp_path / "whole", tmp_path / "lost"
+    cluster.run(f"run {made} --out {whole} --set engine.workers=1 --set engine.combine=nodes")
+    cluster.only(3)
+    running = cluster.command(f"run {made} --out {lost} {ON_RAY} --set engine.combine=nodes")
+    sleep_to(lost, draw)
+    assert cluster.has_actor(THIRD)
+    cluster.cut_power(THIRD)
+    print(f"node killed after round {lines(lost)}")
+    assert running.wait(300) == 0, cluster.told()[-3000:]
+    expect_equal(lost, whole)
 
 
 STUDY = """seeds = { low = 1, high = 20 }
