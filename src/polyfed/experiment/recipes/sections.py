@@ -13,7 +13,7 @@ from polyfed.experiment.recipes.settings import CheckpointSpec, DeploymentSpec, 
 from polyfed.experiment.results.tracking import TRACKERS, Tracker
 from polyfed.federation.aggregation import ServerOptimiser
 from polyfed.federation.attack import Attack
-from polyfed.federation.network import Network
+from polyfed.federation.links.network import Network
 from polyfed.federation.secure_aggregation.client import SecureAggregation
 from polyfed.federation.wire.compression import Wire
 from polyfed.model import ModelSpec
