@@ -24,7 +24,7 @@ from polyfed.core.tree import block_of
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.clock import Clock
 from polyfed.federation.federation import Answer, Federation, ReplyStack, Request, Send
-from polyfed.federation.network import Network
+from polyfed.federation.links.network import Network
 from polyfed.privacy.egress.ledger import Ledger
 
 MODALITIES = ("a", "b", "c")

@@ -1,26 +1,34 @@
 """How good are the choices of `polyfed recommend`? Compared with an exhaustive study of the same methods on four sets.
 
-    python benchmarks/recommend.py [--out runs/recommend] [--sets NAME ...] [--jobs N]
+    python benchmarks/recommend.py [--out runs/recommend] [--sets NAME ...] [--jobs N] [--minutes M] [--cpu]
 
 For each set, the study gives every method 14 trials on three tuning seeds without early stopping, and reports ten
 seeds. The recommendation then has a quarter of the seconds that the study took. Both go on where they were stopped. The
-script prints the rows of docs/results/recommend.md.
+script prints the rows of docs/results/recommend.md. `--minutes` leaves out the study. `--cpu` counts seconds of the
+processor in place of the clock's, for a machine that has other work.
 """
 
 import argparse
+import contextlib
 import json
 import math
+import os
 import statistics
+import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import tomli_w
 
 from polyfed import parse_recipe, recommend, run, sweep
 from polyfed.experiment.recipes.recipe import read_table
 from polyfed.recommendation.candidates import Planner
+from polyfed.recommendation.pilot import Journal
 from polyfed.recommendation.recommend import RECIPE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -75,26 +83,61 @@ def exhaustive(table: dict[str, Any], out: Path, jobs: int | None) -> tuple[dict
     return scores, float(json.loads(clock.read_text()))
 
 
-def row(name: str, out: Path, jobs: int | None) -> str:
+def recommended(table: dict[str, Any], out: Path, minutes: float, jobs: int | None) -> tuple[str, float]:
+    """Return the chosen method, and the mean test score of its recipe over the seeds of the study."""
+    advice = recommend(
+        table, out, minutes=minutes, methods=METHODS, jobs=jobs, say=lambda line: print(line, flush=True)
+    )
+    assert advice.conclusion is not None
+    print(advice.paragraph, flush=True)
+    chosen = read_table(advice.folder / RECIPE)
+    results = [run(parse_recipe({**chosen, "seed": n, "evaluate": {"every": 0}})).result for n in range(1, SEEDS + 1)]
+    group, metric = advice.conclusion.metric.name.split(".")
+    scores = [result["metrics"][group][metric] for result in results]
+    print("seeds:", *(f"{100 * score:.1f}" for score in scores), flush=True)
+    return advice.conclusion.choice.name, statistics.fmean(scores)
+
+
+class CpuClock:
+    """Seconds of the processor that this process and those that it started have used."""
+
+    def __init__(self) -> None:
+        self._used: dict[int, float] = {}
+
+    def monotonic(self) -> float:
+        """Return the seconds, those of ended processes included."""
+        for process in (me := psutil.Process(), *me.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                self._used[process.pid] = times.user + times.system
+        return sum(self._used.values())
+
+
+def count_processor_seconds(folder: str) -> None:
+    """Let study, recommendation and the runs of their processes measure seconds of the processor."""
+    clock, module = CpuClock(), sys.modules[recommend.__module__]
+    vars(module).update(time=clock, Journal=partial(Journal, clock=clock.monotonic))
+    globals()["time"] = clock
+    Path(folder, "sitecustomize.py").write_text("import time\ntime.perf_counter = time.process_time\n")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+
+
+def row(name: str, out: Path, jobs: int | None, minutes: float | None) -> str:
     """Return the line of the table for a set."""
     recipe, changes = SETS[name]
     table = {**read_table(ROOT / "recipes" / f"{recipe}.toml"), **changes, "rounds": ROUNDS}
     table["algorithm"] = {"name": "fedavg"}
+    if minutes:
+        choice, reached = recommended(table, out / name / "recommended", minutes, jobs)
+        return f"| {name} | {choice} | {100 * reached:.1f} | {minutes:.1f} |"
     scores, seconds = exhaustive(table, out / name / "exhaustive", jobs)
     minutes = QUARTER * seconds / 60
-    found = recommend(table, out / name / "recommended", minutes=minutes, methods=METHODS, jobs=jobs)
-    assert found.conclusion is not None
+    choice, reached = recommended(table, out / name / "recommended", minutes, jobs)
     means = {method: statistics.fmean(own) for method, own in scores.items() if own}
     best = max(means, key=lambda method: means[method])
     error = statistics.stdev(scores[best]) / math.sqrt(len(scores[best]))
-    choice = found.conclusion.choice.name
-    chosen = read_table(found.folder / RECIPE)
-    own = [run(parse_recipe({**chosen, "seed": n, "evaluate": {"every": 0}})).result for n in range(1, SEEDS + 1)]
-    group, metric = found.conclusion.metric.name.split(".")
-    reached = statistics.fmean(result["metrics"][group][metric] for result in own)
     gap = means[best] - reached
     verdict = "yes" if gap <= error else "no"
-    print(found.paragraph, flush=True)
     return (
         f"| {name} | {best}, {100 * means[best]:.1f} ± {100 * error:.2f} | {choice} | {100 * reached:.1f} | "
         f"{100 * gap:.2f} | {verdict} | {seconds / 60:.1f} | {minutes:.1f} |"
@@ -106,9 +149,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "recommend")
     parser.add_argument("--sets", nargs="*", default=list(SETS), choices=list(SETS))
     parser.add_argument("--jobs", type=int, default=None)
+    parser.add_argument("--minutes", type=float, default=None, help="the recommendation's, without the study")
+    parser.add_argument("--cpu", action="store_true", help="count seconds of the processor")
     given = parser.parse_args(arguments)
-    for name in given.sets:
-        print(row(name, given.out, given.jobs), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        if given.cpu:
+            count_processor_seconds(folder)
+        for name in given.sets:
+            print(row(name, given.out, given.jobs, given.minutes), flush=True)
 
 
 if __name__ == "__main__":

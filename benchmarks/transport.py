@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 
@@ -223,12 +224,12 @@ message_megabytes = 2000
 """
 
 
-def training(folder: Path) -> None:
+def training(folder: Path, optimiser: str = "none") -> None:
     """Measure rounds of FedAvg with SGD: seconds, and the memory of each process that belongs to no file."""
     small = dict[str, float]()
     for name, hidden in HIDDEN.items():
         recipe = folder / f"{name}.toml"
-        recipe.write_text(LARGE_RECIPE.format(hidden=hidden))
+        recipe.write_text(LARGE_RECIPE.format(hidden=hidden) + f'[server]\noptimiser = "{optimiser}"\n')
         with LocalFederation(recipe, folder / name.replace(" ", "-")) as federation:
             federation.start_server()
             for number in range(len(federation.nodes)):
@@ -295,12 +296,13 @@ def tasks() -> None:
 def main() -> None:
     """Run the parts that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--server", default="none", help="the server's optimiser in `training`, such as avgm")
     parser.add_argument("part", nargs="?", choices=["echoes", "large", "training", "federations"])
-    part = parser.parse_args().part
+    part, optimiser = parser.parse_args().part, parser.parse_args().server
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        for measure in (echoes, large, training, federations):
-            if part in (None, measure.__name__):
+        for measure in (echoes, large, partial(training, optimiser=optimiser), federations):
+            if part in (None, getattr(measure, "__name__", "training")):
                 measure(Path(folder))
 
 

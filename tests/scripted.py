@@ -17,7 +17,7 @@ from polyfed.core.tree import SHARED, block_of
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.clock import Clock
 from polyfed.federation.federation import Federation
-from polyfed.federation.network import Network
+from polyfed.federation.links.network import Network
 from polyfed.federation.replies import Answer, ReplyStack
 from polyfed.objective import CLASSES
 from polyfed.privacy.egress.ledger import Ledger

@@ -2,9 +2,9 @@
 
 The names below are the public functions and classes. With them, a program can load or parse a recipe, `check` which
 data the recipe allows to leave the clients, `run` the recipe, and read the results of the run. It can also `sweep` a
-study of many runs, `compare` runs, and `recommend` a method for your data. If you write your own method, import from
-`polyfed.algorithms`, `polyfed.core` and `polyfed.training`. Each name is imported when it is first used, so that
-`polyfed --help` does not wait for PyTorch.
+study of many runs, `compare` runs, `recommend` a method for your data, and pack results so that others can run them
+again (`pack_entry`, `verify_entry`). If you write your own method, import from `polyfed.algorithms`, `polyfed.core` and
+`polyfed.training`. Each name is imported when it is first used, so that `polyfed --help` does not wait for PyTorch.
 """
 
 from importlib import import_module
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from polyfed.experiment.checks.check import Check, check
     from polyfed.experiment.evaluate import evaluate
+    from polyfed.experiment.leaderboard.packing import pack_entry
+    from polyfed.experiment.leaderboard.verification import verify_entry
     from polyfed.experiment.recipes.from_data import make_recipe
     from polyfed.experiment.recipes.recipe import Recipe, load_recipe, parse_recipe
     from polyfed.experiment.results.models import Models
@@ -39,10 +41,12 @@ __all__ = [
     "load_recipe",
     "load_run",
     "make_recipe",
+    "pack_entry",
     "parse_recipe",
     "recommend",
     "run",
     "sweep",
+    "verify_entry",
 ]
 
 _PLACES = {
@@ -58,10 +62,12 @@ _PLACES = {
     "load_recipe": "experiment.recipes.recipe",
     "load_run": "experiment.results.run_result",
     "make_recipe": "experiment.recipes.from_data",
+    "pack_entry": "experiment.leaderboard.packing",
     "parse_recipe": "experiment.recipes.recipe",
     "recommend": "recommendation.recommend",
     "run": "start",
     "sweep": "experiment.study",
+    "verify_entry": "experiment.leaderboard.verification",
 }
 """The module of each name, without `polyfed.`."""
 

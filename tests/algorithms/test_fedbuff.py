@@ -20,7 +20,7 @@ from polyfed.experiment.recipes.settings import CheckpointSpec, EngineSpec
 from polyfed.experiment.running import checkpoint
 from polyfed.experiment.running.assembly import assemble
 from polyfed.federation.aggregation import ServerOptimiser
-from polyfed.federation.network import Network
+from polyfed.federation.links.network import Network
 from polyfed.federation.open_work import OpenWork, first_to_arrive
 from polyfed.federation.replies import Replies
 from polyfed.selection import DivFl, Uniform

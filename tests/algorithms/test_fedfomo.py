@@ -16,7 +16,7 @@ from polyfed.core.errors import RecipeError
 from polyfed.core.tree import Tree, block_of, nested
 from polyfed.data import ClientsSpec
 from polyfed.experiment.running.assembly import Assembly
-from polyfed.federation.network import Network
+from polyfed.federation.links.network import Network
 from polyfed.start import run
 from refusals import refuses
 from world import algorithm, played, recipe, same

@@ -15,7 +15,7 @@ from polyfed.core.errors import DataError, EgressError, PolyfedWarning, RecipeEr
 from polyfed.core.tree import Tree
 from polyfed.data import ClientsSpec
 from polyfed.evaluation.scores import Evaluation
-from polyfed.federation.network import Network
+from polyfed.federation.links.network import Network
 from polyfed.federation.replies import Answer
 from polyfed.model import Model, ModelSpec
 from polyfed.privacy.egress.gate import EgressGate

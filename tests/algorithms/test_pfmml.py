@@ -21,7 +21,7 @@ from polyfed.core.tree import block_of
 from polyfed.data import ClientsSpec, populate
 from polyfed.data.sources import Toy
 from polyfed.experiment.recipes.recipe import load_recipe
-from polyfed.federation.network import Network
+from polyfed.federation.links.network import Network
 from polyfed.federation.replies import Answer
 from polyfed.model import build_model
 from polyfed.selection import Uniform

@@ -80,11 +80,16 @@ class Line:
 
     SIDES = ("server", "device")
 
+    @property
+    def sides(self) -> tuple[str, ...]:
+        return self.SIDES
+
     def __init__(self, loss: float = 0.0, delay: float = 0.0, rate: float = 0.0) -> None:
         self.loss, self.delay, self.rate = loss, delay, rate
         self.down = self.ended = False
         self.mark, self.lost, self.carried = f"pr{os.getpid() % 100_000}", 0, 0
         self.ends: list[int] = []
+        self.partner: dict[int, int] = {}
         self.addresses = {side: f"10.118.0.{number}" for number, side in enumerate(self.SIDES, 1)}
 
     def space(self, side: str) -> str:
@@ -92,15 +97,27 @@ class Line:
 
     def up(self) -> None:
         for number, side in enumerate(self.SIDES):
-            space, name = self.space(side), f"{self.mark}t{number}"
-            ip("netns", "add", space)
-            ip("-n", space, "link", "set", "lo", "up")
-            end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-            self.ends.append(end)
-            fcntl.ioctl(end, 0x400454CA, struct.pack("16sH22s", name.encode(), 0x1001, b""))  # TUNSETIFF, IFF_TUN
-            ip("link", "set", name, "netns", space)
-            ip("-n", space, "addr", "add", f"{self.addresses[side]}/24", "dev", name)
-            ip("-n", space, "link", "set", name, "up")
+            self._made(side)
+            self._end(side, f"{self.mark}t{number}", f"{self.addresses[side]}/24")
+        self._carried()
+
+    def _made(self, side: str) -> None:
+        """Make the namespace of a side."""
+        ip("netns", "add", self.space(side))
+        ip("-n", self.space(side), "link", "set", "lo", "up")
+
+    def _end(self, side: str, name: str, address: str) -> None:
+        """Make an end of a line in a namespace; two that are made one after the other are a line."""
+        end, space = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK), self.space(side)
+        self.ends.append(end)
+        fcntl.ioctl(end, 0x400454CA, struct.pack("16sH22s", name.encode(), 0x1001, b""))  # TUNSETIFF, IFF_TUN
+        ip("link", "set", name, "netns", space)
+        ip("-n", space, "addr", "add", address, "dev", name)
+        ip("-n", space, "link", "set", name, "up")
+
+    def _carried(self) -> None:
+        for one, other in zip(self.ends[::2], self.ends[1::2], strict=True):
+            self.partner |= {one: other, other: one}
         self.thread = Thread(target=self._carry, daemon=True)
         self.thread.start()
 
@@ -112,7 +129,7 @@ class Line:
             for end in select.select(self.ends, [], [], min(wait, 0.2))[0]:
                 with suppress(OSError):
                     packet, now = os.read(end, 2**16), time.monotonic()
-                    other = self.ends[1 - self.ends.index(end)]
+                    other = self.partner[end]
                     free[other] = max(free[other], now)
                     if self.down or chance.random() < self.loss or free[other] - now > 1.0:  # the queue is full
                         self.lost += 1
@@ -131,8 +148,40 @@ class Line:
             self.thread.join(5)
         for end in self.ends:
             os.close(end)
-        for side in self.SIDES:
+        for side in self.sides:
             subprocess.run(["ip", "netns", "del", self.space(side)], capture_output=True, check=False)
+
+
+class Star(Line):
+    """A line from the server's namespace to that of each device, `device-0` and so on, with a rate of its own (tc).
+
+    Args:
+        rates: the rate of each line, in each direction, as tc writes it.
+        loss, delay: as of a line.
+    """
+
+    address = "10.119.255.1"
+
+    def __init__(self, rates: list[str], loss: float = 0.0, delay: float = 0.0) -> None:
+        super().__init__(loss, delay)
+        self.rates = rates
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        return "server", *(f"device-{number}" for number in range(len(self.rates)))
+
+    def up(self) -> None:
+        for side in self.sides:
+            self._made(side)
+        ip("-n", self.space("server"), "addr", "add", f"{self.address}/32", "dev", "lo")
+        for number, rate in enumerate(self.rates):
+            ends = (("server", f"{self.mark}s{number}", 1), (f"device-{number}", f"{self.mark}d{number}", 2))
+            for side, name, last in ends:
+                self._end(side, name, f"10.119.{number}.{last}/24")
+                shaped = ("qdisc", "add", "dev", name, "root", "tbf", "rate", rate, "burst", "16kb", "latency", "400ms")
+                subprocess.run(["tc", "-n", self.space(side), *shaped], check=True, capture_output=True)
+            ip("-n", self.space(f"device-{number}"), "route", "add", self.address, "dev", f"{self.mark}d{number}")
+        self._carried()
 
 
 def ip(*words: str) -> None:

@@ -47,6 +47,7 @@ def nodes() -> Iterator[Any]:
     paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", paths)
+        patch.setenv("RAY_worker_niceness", "0")  # on a busy machine, workers of niceness 15 would not start in time
         made = cluster_utils.Cluster(initialize_head=True, head_node_args=NODE)
         made.add_node(**NODE)
         ray.init(address=made.address, log_to_driver=False, logging_level="ERROR")

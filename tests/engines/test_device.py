@@ -24,7 +24,7 @@ from polyfed.experiment.recipes.recipe import EngineSpec, Recipe
 from polyfed.experiment.running.assembly import Assembly, assemble
 from polyfed.experiment.running.loop import Run
 from polyfed.federation.aggregation import ServerOptimiser
-from polyfed.federation.network import Network
+from polyfed.federation.links.network import Network
 from polyfed.selection import DivFl, PowD
 from polyfed.start import run
 from polyfed.training.losses import cross_entropy

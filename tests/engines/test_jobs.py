@@ -376,3 +376,34 @@ def test_jobs_survive_kills_of_the_server_and_of_their_process(begun: Callable[.
     assert federation.outcome() == federation.undisturbed()
     second = json.loads((federation.folder / "second" / "result.json").read_text())
     assert second["state_sha256"] == federation.outcome()
+
+
+def test_a_look_reads_only_jobs_that_have_not_ended(records: Records, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after thousands of ended jobs; orders and new jobs are noticed in the next look."""
+    ended = records.put(state=CANCELLED)
+    text = (records.place(ended.id) / RECORD).read_text()
+    for number in range(2, 302):
+        records.place(number).mkdir()
+        (records.place(number) / RECORD).write_text(text.replace('"id": 1', f'"id": {number}'))
+    waiting = records.put(at=time.time() + 3600)
+    read, get = list[int](), records.get
+
+    def counted(number: int) -> Job:
+        read.append(number)
+        return get(number)
+
+    monkeypatch.setattr(records, "get", counted)
+    supervisor = records.supervisor()
+    supervisor.look()
+    assert len({*read}) == 302, "all of them once"
+    read.clear()
+    supervisor.look()
+    assert {*read} == {waiting.id}
+    records.order(waiting.id, "cancel")
+    supervisor.look()
+    read.clear()
+    supervisor.look()
+    assert not read
+    new = records.put()
+    until(lambda: records.runs(new.id), supervisor.look)
+    assert records.states()[-1] == RUNNING

@@ -80,6 +80,7 @@ class Cluster(Machines):
         # the sockets of Ray need a short path; with a folder of its own, no other program finds this cluster
         self.short = tempfile.mkdtemp(prefix="pf")
         self.environment |= {"RAY_TMPDIR": self.short, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": ""}
+        self.environment["RAY_worker_niceness"] = "0"
 
     def __exit__(self, *given: object) -> None:
         super().__exit__(*given)
@@ -216,6 +217,21 @@ def test_a_run_on_machines_equals_one_process(
     expect_equal(stopped, whole)
 
 
+def test_a_machine_that_is_lost_within_a_round_of_sums_changes_no_bit(
+    cluster: Cluster, tmp_path: Path, draw: random.Random
+) -> None:
+    made, whole, lost = recipe(tmp_path, "scaffold"), tmp_path / "whole", tmp_path / "lost"
+    cluster.run(f"run {made} --out {whole} --set engine.workers=1 --set engine.combine=nodes")
+    cluster.only(3)
+    running = cluster.command(f"run {made} --out {lost} {ON_RAY} --set engine.combine=nodes")
+    sleep_to(lost, draw)
+    assert cluster.has_actor(THIRD)
+    cluster.cut_power(THIRD)
+    print(f"node killed after round {lines(lost)}")
+    assert running.wait(300) == 0, cluster.told()[-3000:]
+    expect_equal(lost, whole)
+
+
 STUDY = """seeds = { low = 1, high = 20 }
 recipe = "recipe.toml"
 
@@ -320,6 +336,8 @@ def test_a_cluster_that_does_not_fit_is_refused_with_the_node_and_the_cause(clus
     cluster.cut_power(SECOND)
 
     cluster.node(SECOND, first=f"mount -t tmpfs none {tmp_path}/data")
+    more = f"--set engine.shared_folder={tmp_path}/data"
+    run(f"node 10.118.0.2 cannot read [engine] shared_folder = '{tmp_path}/data'", "mount", more=more)
     (tmp_path / "recipe.toml").write_text(
         SMALL.replace(
             'data.name = "toy"', 'data = { name = "npz", path = "data/mfeat.npz", modalities = ["fou", "zer"] }'

@@ -34,7 +34,7 @@ from polyfed.experiment.recipes.engine_choice import workers_of
 from polyfed.experiment.recipes.recipe import EngineSpec, Recipe
 from polyfed.experiment.running import machine
 from polyfed.experiment.running.assembly import assemble
-from polyfed.federation.network import Network
+from polyfed.federation.links.network import Network
 from polyfed.selection import Uniform
 from polyfed.training.optimisers import Train
 from refusals import refuses

@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 
+import polyfed
 from polyfed.cli import main
 from polyfed.core.errors import DataError, NotAllowed, RecipeError
-from polyfed.core.system.json_and_toml import to_json
-from polyfed.experiment.leaderboard.entry import LARGEST, faults_of, here, numbers, read_entry
-from polyfed.experiment.leaderboard.packing import pack
+from polyfed.core.system.json_and_toml import parse_toml, to_json
+from polyfed.experiment.leaderboard.entry import LARGEST, NOT_PACKED, faults_of, here, numbers, read_entry
+from polyfed.experiment.leaderboard.packing import pack_entry
 from polyfed.experiment.leaderboard.page import write_page
 from polyfed.experiment.leaderboard.verification import verify_entry
+from polyfed.experiment.recipes.first_recipe import starter
 from polyfed.experiment.recipes.recipe import parse_recipe
+from polyfed.experiment.recipes.sections import SECTIONS
 from polyfed.start import run
 from refusals import refuses
 
@@ -266,11 +269,26 @@ def test_exit_codes_and_other_data(tmp_path: Path, made: dict[str, Any], capsys:
         verify_entry(written(tmp_path, entry))
 
 
-def _study(folder: Path, *, placebo: bool = True) -> Path:
+@pytest.mark.parametrize(
+    "key",
+    [f"{name}.key" for name, section in SECTIONS.items() if not section.of_method and name not in NOT_PACKED],
+)
+def test_the_control_has_the_sections_that_no_method_brings(made: dict[str, Any], key: str) -> None:
+    """`model` is one that a method may bring."""
+    entry = copy.deepcopy(made)
+    _set("control.recipe.model.key", 1)(entry)
+    assert not list(faults_of(entry))  # type: ignore[arg-type]
+    _set(f"control.recipe.{key}", 1)(entry)
+    assert list(faults_of(entry)) == [f"control: it has another {key} than the method"]  # type: ignore[arg-type]
+
+
+def _study(folder: Path, data: dict[str, Any] | None = None) -> Path:
     """The folder of a study with two trials of one seed, of which one diverged at the control."""
-    methods = {"fedavg": {"method": "fedavg"}, "feddyn": {"method": "feddyn"}}
-    if placebo:
-        methods["random"] = {"method": "feddyn", "placebo": "random"}
+    methods: dict[str, dict[str, Any]] = {
+        "fedavg": {"method": "fedavg"},
+        "feddyn": {"method": "feddyn"},
+        "random": {"method": "feddyn", "placebo": "random"},
+    }
     runs = []
     for name, options in methods.items():
         for seed, tuning, lr in [(1, False, 0.1), (2, False, 0.1), (3, False, 0.1), (9, True, 0.1), (9, True, 0.0001)]:
@@ -278,6 +296,7 @@ def _study(folder: Path, *, placebo: bool = True) -> Path:
                 continue
             own = table(seed=seed, **options)
             own["train"]["lr"] = lr
+            own["data"] = data or own["data"]
             own["clients"] |= {"validation": 0.2} | ({"measure_on": "validation"} if tuning else {})
             place = f"runs/{name}-{seed}-{lr}"
             diverged = name == "fedavg" and lr < 0.1
@@ -294,7 +313,7 @@ def _study(folder: Path, *, placebo: bool = True) -> Path:
 
 def test_packing_a_study(tmp_path: Path) -> None:
     file = tmp_path / "entry.json"
-    entry = pack(_study(tmp_path / "study"), file)
+    entry = pack_entry(_study(tmp_path / "study"), file)
     assert (entry["method"]["name"], entry["control"]["name"], entry["placebo"]["name"]) == (
         "feddyn",
         "fedavg",
@@ -306,11 +325,42 @@ def test_packing_a_study(tmp_path: Path) -> None:
     assert [fault for fault in faults if "does not diverge" in fault] == faults[:-1]
     assert len(faults) == 2
     with refuses(RecipeError, "single run"):
-        pack(tmp_path / "study" / "runs" / "feddyn-1-0.1", file)
+        pack_entry(tmp_path / "study" / "runs" / "feddyn-1-0.1", file)
     with refuses(RecipeError, "none of"):
-        pack(tmp_path / "study", file, method="fedin")
+        pack_entry(tmp_path / "study", file, method="fedin")
     with refuses(DataError, "lacks"):
-        pack(tmp_path / "study", file, method="feddyn", no_placebo="It has one, but we do not show it.")
+        pack_entry(tmp_path / "study", file, method="feddyn", no_placebo="It has one, but we do not show it.")
+
+
+def _ended(*words: Any) -> int:
+    """The exit code of `polyfed board`."""
+    try:
+        main(["board", *map(str, words)])
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def test_a_file_of_data_stays_with_its_owner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An entry has the name of the file and its fingerprint: a copy elsewhere repeats it, an edited one does not."""
+    secret, copied, entry = tmp_path / "secret", tmp_path / "copy.csv", tmp_path / "entry.json"
+    secret.mkdir()
+    rows = [f"{i % 3},{i % 7 / 7:.3f},{i % 3 + i % 5 / 9:.3f},{i % 4 / 4:.3f},{i % 9}" for i in range(60)]
+    text = "\n".join(["label,a_0,a_1,b_0,b_1", *rows]) + "\n"
+    (secret / "mine.csv").write_text(text)
+    copied.write_text(text)
+    study = _study(tmp_path / "study", parse_toml(starter(secret / "mine.csv", {}).text)["data"])
+    assert _ended("pack", study, "--out", entry) == 0
+    assert "mine.csv" in entry.read_text()
+    assert "secret" not in entry.read_text()
+    assert "0.143,1.111" not in entry.read_text()
+    assert _ended("verify", entry) == 2
+    assert "--data PATH" in capsys.readouterr().err
+    assert not polyfed.verify_entry(str(entry), data=str(copied)).faults
+    copied.write_text(text.replace("0.143,1.111", "0.143,1.112"))
+    assert copied.read_text() != text
+    assert _ended("verify", entry, "--data", copied) == 5
+    assert "other data" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("file", ENTRIES, ids=lambda path: path.stem)

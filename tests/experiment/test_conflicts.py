@@ -63,6 +63,7 @@ def combined(engine: Mapping[str, Any] = MappingProxyType({}), **changes: Any) -
 
 
 LATE = "[clients] overselect or [network] deadline_s"
+MEASURED = "[network] channel = 'measured'"
 AMPLIFIED = {"amplification": True}
 INT8 = {"compress": "int8"}
 CASES: list[tuple[tuple[str, str, str], Callable[[], Recipe]]] = [
@@ -78,7 +79,13 @@ CASES: list[tuple[tuple[str, str, str], Callable[[], Recipe]]] = [
     (("", "server", ""), of("fedmsplit", algorithm={"mode": "personal"}, server={"lr": 0.5})),
     (("", "clients.overselect", ""), of("fedamp", clients={"overselect": 1.5}, network={})),
     (("", "clients.overselect", "a simulation without [network]"), of("fedavg", clients={"overselect": 1.5})),
-    (("", "network", "[engine] name = 'flower'"), of("fedavg", engine={"name": "flower"}, network={})),
+    (("", "network", "[engine] name = 'flower', or a deployment"), of("fedavg", engine={"name": "flower"}, network={})),
+    (("", "network.channel", "a simulation"), of("pfmml", network={"channel": "measured"})),
+    (("", "network.channel", ""), of("fedavg", engine={"name": "devices"}, network={"channel": "measured"})),
+    (
+        ("", "network.deadline_s", MEASURED),
+        of("pfmml", engine={"name": "devices"}, network={"channel": "measured", "deadline_s": 1.0}),
+    ),
     (("", "wire.compress", "[wire] down = 'none'"), of("fedavg", wire={})),
     (("", "wire", "a section [privacy]"), private(wire=INT8)),
     (("", "wire", SECURE), of("fedavg", secure_aggregation={}, wire=INT8)),

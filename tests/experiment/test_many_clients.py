@@ -15,7 +15,7 @@ from polyfed.core import keys
 from polyfed.core.errors import CheckpointError
 from polyfed.experiment.results.models import ClientModalities
 from polyfed.federation.client_registry import ClientNumbers, ClientRegistry
-from polyfed.federation.network import Network
+from polyfed.federation.links.network import Network
 from polyfed.report import write_report
 from polyfed.report.pages.charts import MOST_POINTS
 from polyfed.report.pages.client_charts import _times

@@ -13,7 +13,7 @@ from polyfed.experiment.recipes.recipe import Recipe, load_recipe, parse_recipe
 from polyfed.experiment.recipes.settings import DeploymentSpec, EngineSpec
 from polyfed.experiment.running.assembly import assemble
 from polyfed.federation.attack import Attack
-from polyfed.federation.network import Network
+from polyfed.federation.links.network import Network
 from polyfed.selection import Uniform
 from refusals import refuses
 from world import algorithm, recipe, through

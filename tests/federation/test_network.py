@@ -24,7 +24,7 @@ from polyfed.data import ClientsSpec
 from polyfed.engines.work_count import MeteredClientData
 from polyfed.experiment.running.assembly import assemble
 from polyfed.federation.clock import Clock, Timetable
-from polyfed.federation.network import Network
+from polyfed.federation.links.network import Network
 from polyfed.model import Model
 from polyfed.privacy.egress.ledger import TO_CLIENT, Entry, Ledger
 from polyfed.selection import Uniform

@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "polyfed"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
-NOT_INSTALLED = {"mlflow": "mlflow-skinny", "wandb": "wandb"}
-"""Distributions of modules that the development environment does without."""
+NOT_INSTALLED = {"mlflow": "mlflow-skinny", "wandb": "wandb", "opentelemetry": "opentelemetry-sdk"}
+"""Distributions of modules that the development environment does without, or of which many share a name."""
 
 FLOWER = SOURCE / "engines" / "flower"
 

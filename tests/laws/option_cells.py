@@ -20,7 +20,7 @@ from polyfed.experiment.running import checkpoint
 from polyfed.experiment.running.assembly import assemble
 from polyfed.experiment.running.events import Emitter
 from polyfed.federation.aggregation import ServerOptimiser
-from polyfed.federation.network import Network
+from polyfed.federation.links.network import Network
 from polyfed.federation.wire.compression import Wire
 from polyfed.model import ModelSpec
 from polyfed.privacy.egress.limits import Limits

@@ -84,6 +84,7 @@ def test_planned_is_accepted_and_not_planned_is_refused(tmp_path: Path, capsys: 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.filterwarnings("ignore::polyfed.core.errors.PolyfedWarning")
 def test_over_a_hundred_policies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = [disagreements(seed, tmp_path, 1) for seed in range(4, 108)]

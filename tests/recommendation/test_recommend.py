@@ -92,6 +92,24 @@ def test_a_csv_ends_as_a_recipe_that_runs_a_table_and_a_paragraph(
     assert f"# {found['sentences'][0]}" in head
 
 
+def test_what_a_first_recipe_reports_refuses_no_method(tmp_path: Path) -> None:
+    """For rows that lack a modality it has prediction sets, which FedCouncil lacks. The recommended recipe has them."""
+    frame = pd.read_csv(tiny(tmp_path))
+    frame.loc[frame.index % 4 == 1, [name for name in frame if name.startswith("b_")]] = math.nan
+    frame.to_csv(path := tmp_path / "holes.csv", index=False)
+    assert 'conformal = "split"' in starter(path, {"client": "site"}).text
+    advice = polyfed.recommend(path, tmp_path / "out", minutes=0, methods=["fedcouncil"], reading={"client": "site"})
+    assert {entry.method for entry in advice.candidates if entry.planned} >= {"fedavg", "fedcouncil"}
+    planner = Planner(TABLE, None, (), {"subsets": "all", "conformal": "split"})
+    for name, kept in {"fedavg": {"subsets", "conformal"}, "fedcouncil": {"subsets"}}.items():
+        made = planner.with_reports(planner.recipe_table({"algorithm": {"name": name}}))
+        assert made["evaluate"].keys() == kept
+    asked = planner.with_reports(
+        {**planner.recipe_table({"algorithm": {"name": "fedavg"}}), "evaluate": {"subsets": "none"}}
+    )
+    assert asked["evaluate"] == {"subsets": "none", "conformal": "split"}
+
+
 class Killed(Exception):
     """Stands for the end of the process."""
 

@@ -1,3 +1,4 @@
+import weakref
 from typing import Any
 
 import pytest
@@ -108,6 +109,28 @@ def test_server_optimisers_follow_reddi_et_al_by_hand() -> None:
     first = 1 + 0.1 * 2  # avgm: v = change, then 0.5 v + change
     assert play("avgm", momentum=0.5) == pytest.approx([first, first + 0.1 * (0.5 * 2 + (2 - first))])
     assert play("none") == pytest.approx([1.2, 1.2 + 0.1 * 0.8])
+
+
+def test_a_server_with_momentum_lets_each_tensor_of_the_mean_go() -> None:
+    """So that it holds two models at most: the new one, and the momentum."""
+    before = {f"w{number}": torch.full((1000,), float(number)) for number in range(5)}
+    mean = {name: value + 1 for name, value in before.items()}
+    kept, alive = {name: weakref.ref(value) for name, value in mean.items()}, list[int]()
+
+    class Watched(dict[str, torch.Tensor]):
+        def pop(self, name: str) -> torch.Tensor:  # type: ignore[override]
+            alive.append(sum(one() is not None for one in kept.values()))
+            return super().pop(name)
+
+    given = Watched(mean)
+    del mean
+    server = ServerOptimiser(optimiser="avgm", momentum=0.5, lr=0.5)
+    new, moments = server.apply(before, given, {"momentum": {n: torch.ones(1000) for n in before}}, before)
+    assert alive == [5, 4, 3, 2, 1]
+    assert not given
+    for name, value in before.items():
+        assert torch.equal(moments["momentum"][name], torch.full((1000,), 1.5))
+        assert torch.equal(new[name], value + 0.75)
 
 
 def test_buffers_take_the_mean_and_no_optimiser() -> None:

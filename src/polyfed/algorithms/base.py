@@ -200,6 +200,9 @@ class Algorithm(ABC, Generic[S]):
     """The options of other sections that the method cannot use; those of its base classes count too."""
     uncompressed: ClassVar[str] = ""
     """Why [wire] cannot compress the method's messages; this text completes "cannot go with ..., because"."""
+    reads_rates: ClassVar[bool] = False
+    """Whether the rates of the clients (`fed.rates`) decide anything. If not, `[network] channel = "measured"` is
+    refused."""
     needs_embeddings: ClassVar[bool] = False
     """Whether the method needs an embedding of each modality. A whole module may not have such embeddings."""
     mixing: ClassVar[str] = "the method can use them together"

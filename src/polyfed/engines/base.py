@@ -27,6 +27,7 @@ from polyfed.evaluation.scores import Evaluation
 from polyfed.federation.client_registry import TEST, VALIDATION, ClientRegistry, registry_of
 from polyfed.federation.clock import Clock
 from polyfed.federation.context import ClientContext
+from polyfed.federation.links.measured import MeasuredLinks
 from polyfed.federation.replies import Answer
 from polyfed.federation.secure_aggregation.client import SecureAggregation
 from polyfed.federation.wire.compression import Compression, Wire, residuals_apart
@@ -89,6 +90,7 @@ class Engine(ABC):
         emit: called with the name and the fields of each event.
         debug: whether a client's exception ends the run. Otherwise the engine drops the client from the request.
         clock: counts the work of the clients, or None if the recipe has no [network] section.
+        links: gets what a transport measures of the clients, or None if nobody needs it.
         objective: what the model learns to predict.
         privacy: how replies are protected under [privacy].
         limits: resource limits of the device on which this engine runs its client.
@@ -115,6 +117,7 @@ class Engine(ABC):
         emit: Emit = lambda *_, **__: None,
         debug: bool = False,
         clock: Clock | None = None,
+        links: MeasuredLinks | None = None,
         objective: Objective = CLASSES,
         privacy: Mechanism | None = None,
         limits: Limits = NO_LIMITS,
@@ -126,7 +129,8 @@ class Engine(ABC):
         keep_freed_memory()
         self.population, self.model, self.algorithm = population, model, algorithm
         self.initial = copied(initial)  # the algorithm may change its first state, which holds the same tensors
-        self.policy, self.ledger, self.emit, self.debug, self.clock = policy, ledger, emit, debug, clock
+        self.policy, self.ledger, self.emit, self.debug = policy, ledger, emit, debug
+        self.clock, self.links = clock, links
         self.device, self.objective = torch.device(device), objective
         self.privacy, self.limits, self.required, self.on_device = privacy, limits, required, on_device
         self.compression = None if wire is None else Compression(wire, model)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from polyfed.engines.protocol import ENROLLED, FAILED, REPLY, Patience, hello, one_line
 from polyfed.federation.wire.wire_format import Packet
+from polyfed.transport.carried import Carried
 
 FIRST_WAIT, LONGEST_WAIT = 0.02, 0.5
 """Shortest and longest pause in seconds between two queries for replies. The pause is a tenth of the time since the
@@ -48,6 +49,7 @@ class Arrived(NamedTuple):
         packet: the answer, or the reason why there is none.
         failed: whether the transport failed, or the node could not answer. Such a message is not counted as late.
         lost: whether the message must be sent again, because its failure would not repeat itself.
+        carried: what the transport has measured of the message and its answer, if it measures anything.
     """
 
     identity: str
@@ -55,6 +57,7 @@ class Arrived(NamedTuple):
     packet: Packet | str
     failed: bool = False
     lost: bool = False
+    carried: Carried | None = None
 
 
 @dataclass
@@ -127,6 +130,8 @@ class PatientTransport(ABC):
         run: the name of the run if it goes on, which `hello` tells the nodes; empty if the run is new.
         identity: a name for this start of the server, under which its status is kept.
         discarded: client -> the number of its replies that arrived after their request had been closed.
+        measured: what was measured of requests since `taken_measurements`: the client, the measurements, and whether
+            the request had been closed before.
     """
 
     node_of: dict[int, Node] = field(default_factory=dict)
@@ -139,6 +144,7 @@ class PatientTransport(ABC):
     run: str = ""
     identity: str = "0"
     discarded: Counter[int] = field(default_factory=Counter)
+    measured: list[tuple[int, Carried, bool]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._asked: set[Node] = set()  # nodes that have been asked to enrol and have not gone offline since
@@ -267,6 +273,11 @@ class PatientTransport(ABC):
             if not came:
                 self._pause(run.started, min(run.end, run.grace))
         return self._settled(run, why)
+
+    def taken_measurements(self) -> list[tuple[int, Carried, bool]]:
+        """Return `measured`, and forget it."""
+        taken, self.measured = self.measured, []
+        return taken
 
     @property
     def working(self) -> Collection[int]:
@@ -400,6 +411,8 @@ class PatientTransport(ABC):
             if late is not None and not found.failed:
                 self.discarded[late] += 1
             client = run.waiting.pop(found.identity, None)
+            if found.carried is not None and (whose := client if late is None else late) is not None:
+                self.measured.append((whose, found.carried, late is not None))
             if client is None or client in run.answers:
                 continue
             if found.lost:

@@ -331,6 +331,10 @@ class Transport(Protocol):
 
     discarded: Counter[int]
 
+    def taken_measurements(self) -> list[tuple[int, Any, bool]]:
+        """Return what was measured since the last call: client, `polyfed.transport.carried.Carried`, was it closed."""
+        ...
+
     @property
     def working(self) -> Collection[int]:
         """The clients that have got a packet by `gather` and have not answered."""

@@ -12,7 +12,9 @@ from typing import cast
 from typing_extensions import override
 
 from polyfed.core.errors import TransportError
+from polyfed.core.system import tracing
 from polyfed.core.system.mapping import mapped
+from polyfed.core.system.tracing import PARENT
 from polyfed.engines.patience import LARGEST_ENROLMENT, Arrived, Node, PatientTransport
 from polyfed.federation.wire.wire_format import MAX_HEADER, Packet, unframed
 from polyfed.transport.queue import ANSWERED, LATE, Bell, Queue
@@ -41,7 +43,8 @@ class QueueTransport(PatientTransport):
     @override
     def push(self, packets: Sequence[tuple[Node, Packet]], seconds: float, *, enrols: bool) -> list[str]:
         most = (LARGEST_ENROLMENT if enrols else self.limit) + 4 + MAX_HEADER
-        texts = [(str(node), json.dumps(one.header, separators=(",", ":")), one.body) for node, one in packets]
+        parent = {PARENT: here} if (here := tracing.here()) else {}
+        texts = [(str(n), json.dumps(one.header | parent, separators=(",", ":")), one.body) for n, one in packets]
         with self._written():
             app = self.queue.keep(self.identity, self.app)  # again if it was deleted, because nobody needed it
             return self.queue.add(self.identity, texts, app, most) if texts else []
@@ -52,14 +55,14 @@ class QueueTransport(PatientTransport):
             return []
         wanted = set(identities)
         found = [row for name, row in self.queue.states(self.identity, [ANSWERED, LATE]).items() if name in wanted]
-        came = []
+        came, carried = [], self.queue.carried([row.id for row in found])
         for row in found:
             said: Packet | str = "came after its request had been closed"
             if row.state == ANSWERED:
                 said = unframed(mapped(self.queue.reply(row.id)))
             if isinstance(said, Packet) and len(said.body) > limit:
                 said = f"is too large: more than {limit} bytes"
-            came.append(Arrived(row.id, row.device, said))
+            came.append(Arrived(row.id, row.device, said, carried=carried.get(row.id)))
         if found:
             with self._written():
                 self.queue.forget([row.id for row in found])

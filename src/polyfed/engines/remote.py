@@ -139,6 +139,7 @@ class Remote(Engine):
         patience = Patience(self.terms.reply_seconds, enough, least, self.terms.away_seconds)
         with self._telling_late_replies():
             answers = self.transport.gather(packets, patience, interval_s, sent)
+        self._measure("")
         result, refused = list[Answer](), list[EgressError]()
         for request, clients, send in asked:
             missing: dict[int, str] = {}
@@ -215,9 +216,19 @@ class Remote(Engine):
 
         def ask(reached: Callable[[Collection[int]], None]) -> dict[int, Packet | str]:
             with self._telling_late_replies():
-                return self.transport.exchange(packets, patience, reached)
+                answers = self.transport.exchange(packets, patience, reached)
+            self._measure(request.name)
+            return answers
 
         return ask(sent) if self.kept_answers is None else self.kept_answers.through(request, packets, sent, ask)
+
+    def _measure(self, task: str) -> None:
+        """Learn what the transport has measured of requests; of closed ones, nobody knows the task."""
+        for client, carried, late in self.transport.taken_measurements():
+            if self.links is not None and client < len(self.registry):
+                work = ("", 0.0) if late else (task, carried.work_s)
+                up, down = (carried.up_bytes, carried.up_s), (carried.down_bytes, carried.down_s)
+                self.links.learn(client, up=up, down=down, work=work)
 
     def _request_id(self, request: Request, client: int) -> RequestId:
         return RequestId(self.ledger.run, self.terms.session, request.round, request.number, client)

@@ -12,6 +12,6 @@ neither engines nor algorithms. It works only with the messages of the clients, 
 - `attack`: simulated attacks by clients that send false replies.
   - `backdoor`: the attack with training rows that contain a trigger.
 - `wire/`: conversion of messages to bytes and back, and their compression.
-- `network`: simulated links and devices of the clients.
+- `links/`: links and devices of the clients, simulated or measured.
 - `clock`: simulated time of a round over these links.
 """

@@ -153,7 +153,9 @@ class ServerOptimiser:
 
         Args:
             old: the global model before the round.
-            mean: mean of the replies. Names may be missing (blocks that no client trained); these do not change.
+            mean: mean of the replies. Names may be missing (blocks that no client trained); these do not change. It is
+                empty afterwards: each of its tensors is let go as soon as its successor is there, so that a server with
+                momentum holds two models at most, and not three.
             moments: state of the optimiser.
             trainable: has the names of the parameters; all other names are buffers.
 
@@ -163,16 +165,22 @@ class ServerOptimiser:
         new = dict(old)
         after = {kind: dict(tree) for kind, tree in moments.items()}
         with threads_worth(size_bytes(mean)):
-            for name, value in mean.items():
+            for name in list(mean):
                 moves = name in trainable and (self.optimiser, self.lr) != ("none", 1.0)
-                new[name] = old[name] + self.lr * self._direction(name, value - old[name], after) if moves else value
+                new[name] = self._moved(name, old[name], mean, after) if moves else mean.pop(name)
         return new, after
+
+    def _moved(self, name: str, old: Tensor, mean: Tree, moments: Moments) -> Tensor:
+        """Return a tensor after its step, and take it out of the mean. No name keeps what is not needed next."""
+        step = self._direction(name, mean.pop(name) - old, moments)
+        step = self.lr * step
+        return step.add_(old)
 
     def _direction(self, name: str, change: Tensor, moments: Moments) -> Tensor:
         if self.optimiser == "none":
             return change
         if self.optimiser == "avgm":
-            moments["momentum"][name] = self.momentum * moments["momentum"][name] + change
+            moments["momentum"][name] = (self.momentum * moments["momentum"][name]).add_(change)
             return moments["momentum"][name]
         first = self.beta1 * moments["first"][name] + (1 - self.beta1) * change
         second, square = moments["second"][name], change.square()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from polyfed.federation.network import Links
+from polyfed.federation.links.network import Links
 from polyfed.privacy.egress.ledger import TO_CLIENT, Ledger
 
 LATE = "late"

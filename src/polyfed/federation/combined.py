@@ -21,6 +21,7 @@ from polyfed.core.masked import sum_only
 from polyfed.core.messages import OF_THE_MODEL, Message, tensors
 from polyfed.core.request import Send
 from polyfed.core.system.openmp import using_threads
+from polyfed.core.system.tracing import traced
 from polyfed.core.tree import Tree
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.message_validation import MessageValidator, foreign
@@ -224,6 +225,7 @@ class CombinedReplies(SummedReplies):
         return Replies.mean_number(self, name, weights)
 
     @override
+    @traced("aggregate")
     def mean(self, name: str, weights: Mapping[int, float]) -> Tree:
         whole = {
             str(key): value.to(self.template[str(key)].dtype)

@@ -21,6 +21,7 @@ from polyfed.core.messages import OF_THE_MODEL, Message
 from polyfed.core.request import Accept, HeldOut, Request, Send, Task, contiguous
 from polyfed.core.sendable import check_sent
 from polyfed.core.system.openmp import threads_worth
+from polyfed.core.system.tracing import span
 from polyfed.core.tasks import info_of, path_of, tasks_of, types_of
 from polyfed.core.tree import Tree
 from polyfed.data.columns import Column, Columns
@@ -30,6 +31,8 @@ from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.clock import Clock
 from polyfed.federation.combined import Combined, CombinedReplies, Combining
 from polyfed.federation.context import ClientContext
+from polyfed.federation.links.measured import MeasuredLinks
+from polyfed.federation.links.network import Rates
 from polyfed.federation.message_validation import NOT_FINITE, MessageValidator, foreign, largest_magnitude
 from polyfed.federation.open_work import Buffer, OpenWork, first_to_arrive
 from polyfed.federation.outliers import ALONE, OutlierCheck, Sizes, too_far
@@ -120,6 +123,7 @@ class Federation:
         combine: whether replies that are only summed are summed where the clients ran (`combined.py`).
         emit: called with the name and the fields of each event.
         clock: simulated time and the links of the clients, or None if the recipe has no [network] section.
+        links: the measured links of the clients, or None unless [network] channel is `measured`.
         attack: the simulated attack of the [attack] section, or None.
         ranks: the LoRA ranks of the clients.
         privacy: how replies are protected under [privacy], or None.
@@ -144,6 +148,7 @@ class Federation:
     combine: bool = False
     emit: Callable[..., None] = lambda *_, **__: None
     clock: Clock | None = None
+    links: MeasuredLinks | None = None
     attack: Attack | None = None
     ranks: ClientRanks = ClientRanks()
     privacy: Mechanism | None = None
@@ -171,6 +176,13 @@ class Federation:
         """The engine, if its clients work on while the server goes on."""
         return cast(Holding, self.engine) if getattr(self.engine, "holds", False) else None
 
+    @property
+    def rates(self) -> Rates | None:
+        """The rates of all clients in this round, measured or simulated; None without the section [network]."""
+        if self.links is not None:
+            return self.links.rates()
+        return None if self.clock is None else self.clock.links.rates(self.round)
+
     def capped(self, rows: Mapping[int, float]) -> dict[int, float]:
         """Return the numbers of rows that clients reported, each at most `rows_cap` times the median of those above 0.
 
@@ -191,6 +203,8 @@ class Federation:
         self.round, self.asked, self.evaluating = round, 0, False
         if self.clock is not None:
             self.clock.begin(round)
+        if self.links is not None:
+            self.links.begin()
 
     def end_after(self, round: int) -> None:
         """Make this round the last one of the run."""
@@ -255,8 +269,7 @@ class Federation:
             options: dict[str, Any] = {"turn": turn, "enough": enough, "held_out": held_out}
             return self._summed(task, clients, send, quorum=quorum, **options)
         enough = None if enough is None else max(enough, min(self.min_replies, len(clients)))
-        place = (self.round, self.rounds, self.asked, self.seed, turn)
-        request = Request(task, path, *place, enough, held_out)
+        request = Request(task, path, self.round, self.rounds, self.asked, self.seed, turn, enough, held_out)
         self.asked += 1
         self._check_clients(request, clients)
         if not clients:
@@ -265,7 +278,8 @@ class Federation:
         sent = self._as_read(request, send, clients)
         how = self._combining(request, accept) if self.combine else None
         asked = request if how is None else replace(request, combining=how)
-        answer = (self.engine.answer if how is None else self._combined)(asked, sorted(clients), sent)
+        with span("request", task=request.name, clients=len(clients)):
+            answer = (self.engine.answer if how is None else self._combined)(asked, sorted(clients), sent)
         if answer.combined is not None and how is not None:
             missing = self._missing(request, answer.missing | answer.combined.missing, peak)
             summed = CombinedReplies.of(answer.combined, how, self.template, self.clients, missing)
@@ -347,7 +361,8 @@ class Federation:
         tasks = {name: task for name, task in tasks_of(self.owner).items() if info_of(task).scope == "server"}
         place = (self.round, self.rounds, self.asked, self.seed)
         peak = self._peak(part, send)
-        told = edges.in_silos(Request(next(iter(tasks.values())), part, *place), part, silos, send)
+        with span("request", task=part, clients=len(silos)):
+            told = edges.in_silos(Request(next(iter(tasks.values())), part, *place), part, silos, send)
         self.asked = told.last
         result = InSilos(missing=told.missing)
         lost_silos = {client: why for silo, why in told.missing.items() for client in silos[silo]}
@@ -432,7 +447,8 @@ class Federation:
             asked.append((request, sorted(clients), self._as_read(request, sent[round], clients)))
         peak = max([0.0, *(self._check_sent(one, sent[one.round]) for one, *_ in asked if one.round == self.round)])
         parts, missing = list[ReplyStack](), dict[int, str]()
-        answers = engine.gather(self.round, asked, enough, interval_s)
+        with span("request", task=path, clients=sum(len(clients) for _, clients, _ in asked)):
+            answers = engine.gather(self.round, asked, enough, interval_s)
         for (request, _, message), answer in zip(asked, answers, strict=True):
             usable, lost = self.usable(request, answer, message)
             replies = Replies(usable, self._missing(request, lost, peak))

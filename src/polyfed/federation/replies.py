@@ -10,6 +10,7 @@ from torch import Tensor
 
 from polyfed.core.messages import Message, map_tensors, tensors, trimmed
 from polyfed.core.system.openmp import threads_worth
+from polyfed.core.system.tracing import traced
 from polyfed.core.tree import Tree
 
 SMALL = 2**18
@@ -140,6 +141,7 @@ class Replies(Mapping[int, Any]):
         numbers = self.numbers(name)
         return sum(numbers[c] * weights[c] for c in self) / max(sum(weights[c] for c in self), 1)
 
+    @traced("aggregate")
     def mean(self, name: str, weights: Mapping[int, float]) -> Tree:
         """Return the weighted mean of a tree. Each tensor is averaged over the clients that sent a tensor of its name.
 

@@ -89,11 +89,14 @@ class Planner:
         table: the recipe without its method: the sections of the file, under the policy of the devices.
         policy: the path of a device's policy file, or None.
         metrics: the metrics by which methods are compared. The first one that a run has counts.
+        reports: options of [evaluate] that only the recommended recipe has, as far as its method allows them.
+        own: the method of the recipe.
     """
 
     table: dict[str, Any]
     policy: Path | None = None
     metrics: tuple[str, ...] = ()
+    reports: Mapping[str, Any] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -183,6 +186,14 @@ class Planner:
         for part in ("selector", "server"):
             if part not in parts:
                 table.pop(PARTS[part], None)
+        return table
+
+    def with_reports(self, table: dict[str, Any]) -> dict[str, Any]:
+        """Return a recipe with those of `reports` that it does not set and that `polyfed check` accepts."""
+        for option, value in self.reports.items():
+            richer = {**table, "evaluate": {option: value, **table.get("evaluate", {})}}
+            name = str(richer["algorithm"]["name"])
+            table = richer if self.judge(Candidate("reports", name, richer)).planned else table
         return table
 
     def judged(self) -> list[Candidate]:

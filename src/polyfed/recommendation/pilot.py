@@ -355,8 +355,14 @@ class Pilot:
             raise CheckpointError(f"{self.journal.path} is damaged: there is no method '{name}'. {AGAIN}")
         return self.arms[name]
 
-    def _study(self, name: str, arms: Iterable[Arm], seeds: Sequence[int], **more: Any) -> Board:
-        """Run a study of these methods, and return its board.
+    def _study(self, name: str, methods: Mapping[str, Any], seeds: Sequence[int], **more: Any) -> Board:
+        """Run a study, and return its board.
+
+        Args:
+            name: the stage, for the title.
+            methods: the section of the study with this name.
+            seeds: the seeds that are reported.
+            more: further sections of the study; `set` adds to the pilot's, `rounds` replaces the recipe's.
 
         Raises:
             TimeUp: the time is over. The board holds what is finished.
@@ -371,12 +377,7 @@ class Pilot:
             "seeds": list(seeds),
             "metric": list(self.metrics),
             "set": {"rounds": rounds, "checkpoint.every": rounds, **changes},
-            "methods": {
-                arm.name: {"set": arm.changes, "search": arm.space}
-                if "search" in more
-                else {"set": arm.probed if name == "probe" else arm.settled}
-                for arm in arms
-            },
+            "methods": dict(methods),
             **more,
         }
 
@@ -425,7 +426,8 @@ class Pilot:
         for arms in (must, [arm for arm in self.arms.values() if arm not in must]):
             self.board = None
             try:
-                self._study("probe", arms, TUNING[:1], rounds=PROBED) if arms else None
+                probed = {arm.name: {"set": arm.probed} for arm in arms}
+                self._study("probe", probed, TUNING[:1], rounds=PROBED) if arms else None
             except TimeUp:
                 whole = False
             board: Board | None = self.board  # a listener sets it
@@ -476,7 +478,8 @@ class Pilot:
         for rank in sorted({arm.rank for arm in self.going}):  # the references last, so that they starve no method
             try:
                 arms = [arm for arm in self.going if arm.rank == rank]
-                self._study("search", arms, range(1, STEPS[0] + 1), search=search)
+                searched = {arm.name: {"set": arm.changes, "search": arm.space} for arm in arms}
+                self._study("search", searched, range(1, STEPS[0] + 1), search=search)
             finally:
                 self._learn()
 
@@ -564,7 +567,7 @@ class Pilot:
             return
         self.say(f"{plan['seeds']} seeds of {_names(self.going)}")
         try:
-            self._study(f"{plan['seeds']} seeds", self.going, range(1, plan["seeds"] + 1))
+            self._study(f"{plan['seeds']} seeds", _settled(self.going), range(1, plan["seeds"] + 1))
         finally:
             self._learn()
 
@@ -607,7 +610,7 @@ class Pilot:
         if self.journal.decided("subsets", lambda: arm.seconds * len(seeds) > self.journal.left * self.jobs):
             return {}
         try:
-            board = self._study("modalities", [arm], seeds, set={"evaluate.subsets": "all"})
+            board = self._study("modalities", _settled([arm]), seeds, set={"evaluate.subsets": "all"})
         except TimeUp:
             self.out_of_time = True
             return {}
@@ -618,6 +621,11 @@ class Pilot:
                 if name.startswith("subset."):
                     found.setdefault(name.removeprefix("subset."), {})[entry.seed] = float(value)
         return found
+
+
+def _settled(arms: Iterable[Arm]) -> dict[str, Any]:
+    """Return the methods of a study with the values that their searches chose."""
+    return {arm.name: {"set": arm.settled} for arm in arms}
 
 
 def _names(arms: Iterable[Arm]) -> str:

@@ -150,8 +150,8 @@ def recommend(
     started = time.monotonic()
     if minutes < 0:
         raise RecipeError(f"--minutes {minutes:g}: must be 0 (only list the candidates) or more")
-    table = _table_of(given, overrides, dict(reading or {}), task, epsilon, say)
-    planner = Planner(table, None if policy is None else Path(policy), () if metric is None else (metric,))
+    table, reports = _table_of(given, overrides, dict(reading or {}), task, epsilon, say)
+    planner = Planner(table, None if policy is None else Path(policy), () if metric is None else (metric,), reports)
     planner.tell(say)
     wanted, folder = _wanted(methods), Path(out)
     _claim(folder, json_ready({"recipe": planner.table, "metrics": planner.metrics, "methods": sorted(wanted)}))
@@ -222,25 +222,29 @@ def _table_of(
     task: str | None,
     epsilon: float | None,
     say: Callable[[str], None],
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the table of a recipe: of the file, or a first one for the data; with [privacy] if epsilon is given.
+
+    Of a first recipe, the section [evaluate] is apart: what it reports costs each run time, and some methods lack it.
 
     Raises:
         PolyfedError: the file cannot be read.
     """
-    table = deepcopy(dict(given)) if isinstance(given, Mapping) else _read(Path(given), overrides, reading, task, say)
+    table, reports = deepcopy(dict(given)) if isinstance(given, Mapping) else {}, dict[str, Any]()
+    if not isinstance(given, Mapping):
+        table, reports = _read(Path(given), overrides, reading, task, say)
     if epsilon is not None:
         table.setdefault("privacy", {"unit": "client", "delta": DELTA})["epsilon"] = epsilon
-    return table
+    return table, reports
 
 
 def _read(
     path: Path, overrides: Sequence[str], reading: dict[str, Any], task: str | None, say: Callable[[str], None]
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], dict[str, Any]]:
     if path.suffix == ".toml":
         if any(value is not None for value in (*reading.values(), task)):
             raise RecipeError(f"{path} is a recipe, whose sections [data] and [task] say how the data are read")
-        return read_table(path, overrides)
+        return read_table(path, overrides), {}
     told: dict[str, Any] = {}
     for override in overrides:
         apply(told, override)
@@ -251,9 +255,10 @@ def _read(
         if not (held and (DRAWN in note or "[clients] test_clients" in note)):  # the override answers it
             say(f"guessed: {note}")
     made = parse_toml(first.text)
+    reports = dict(made.pop("evaluate", {}))
     for override in overrides:
         apply(made, override)
-    return made
+    return made, reports
 
 
 def _wanted(methods: Sequence[str]) -> set[str]:
@@ -389,6 +394,7 @@ def _write(found: Recommendation, planner: Planner) -> None:
         table = planner.recipe_table(choice.changes)
         for key, value in choice.chosen.items():
             put(table, key, value)
+        table = planner.with_reports(table)
         parse_recipe(table)
         head = "".join(f"# {sentence}\n" for sentence in found.conclusion.sentences())
         text = f"# Written by `polyfed recommend`.\n{head}{tomli_w.dumps(json_ready(table))}"

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 from threading import Thread
@@ -31,11 +32,12 @@ from typing_extensions import override
 from polyfed.core.errors import RecipeError
 from polyfed.core.system.json_and_toml import parse_json
 from polyfed.core.system.log_lines import LogLines, logger_of
+from polyfed.transport.carried import Meter
 from polyfed.transport.connection import FULL
 from polyfed.transport.logins import Keys, Logins, fingerprint, has_signed, renewal_text
 from polyfed.transport.queue import ANSWERED, OPEN, REQUEST, SERVER, Bell, Queue, Waiting
 from polyfed.transport.tokens import LARGEST_RECIPE, Entry, NotJoined, Register, joining_text, public_line
-from polyfed.transport.web import Chain, Listener, Peer, public_config, refuse
+from polyfed.transport.web import Chain, Listener, MeasuredFile, Peer, public_config, refuse
 
 WAIT_SECONDS = 25.0
 """How long a call waits for a request. Many proxies end a silent connection after 30 or 60 seconds."""
@@ -81,6 +83,7 @@ class Hub:
         certificates: returns the server's certificates (DER) that a device may have seen.
         admit: called with the other end of a connection and the device that has made a call on it.
         hang_up: ends all connections.
+        unsent: returns how many bytes the other end of a connection has not acknowledged, or None if nobody knows.
     """
 
     def __init__(
@@ -91,9 +94,10 @@ class Hub:
         certificates: Callable[[], Sequence[bytes]],
         admit: Callable[[Peer, str], None] = lambda peer, device: None,
         hang_up: Callable[[], None] = lambda: None,
+        unsent: Callable[[Peer], int | None] = lambda peer: None,
     ) -> None:
         self.queue, self.logins, self.certificates, self.register = queue, Logins(keys), certificates, register
-        self.admit, self.hang_up = admit, hang_up
+        self.admit, self.hang_up, self.unsent, self.meter = admit, hang_up, unsent, Meter()
         self.ended = False
         self.online: dict[str, float] = {}  # device -> time of its last contact
         self._calls: Counter[str] = Counter()  # calls of each device that go on
@@ -329,6 +333,7 @@ class Hub:
                 self._known(call.scope)  # else its token has ended meanwhile
                 wake.clear()
                 if (result := self.queue.next_for(device)) is not None:
+                    self.meter.offered(result.id)
                     return JSONResponse(_offer(result, self.queue))
                 rung = asyncio.ensure_future(wake.wait())
                 await asyncio.wait([gone, rung], timeout=end - time.monotonic(), return_when="FIRST_COMPLETED")
@@ -357,7 +362,8 @@ class Hub:
         path = self.queue.file(found.run, name or "none")
         if found.state != OPEN or not path.is_file():
             raise HTTPException(410, "nobody waits for this request any more")
-        return FileResponse(path, media_type="application/octet-stream")
+        peer = call.scope["client"]
+        return MeasuredFile(path, lambda: self.unsent(peer), partial(self.meter.down, found.id))
 
     async def _reply(self, call: Request) -> Response:
         """Take a piece of a reply. The answer says how many bytes of the reply have come, and thus where to go on."""
@@ -371,11 +377,11 @@ class Hub:
         if found.state == ANSWERED:
             return JSONResponse({"received": size})  # the answer to the last piece was lost
         if found.state != OPEN:
-            self.queue.too_late(found)
+            self.queue.too_late(found, self.meter.ended(found.id))
             raise HTTPException(410, "nobody waits for this reply any more")
         self._uploads[found.id] = mine = object()  # an older call may be of a connection that has broken
         try:
-            received = await self._take(call, part, offset, size, lambda: self._uploads.get(found.id) is mine)
+            received = await self._take(call, part, offset, size, found.id, lambda: self._uploads.get(found.id) is mine)
             if received == size:
                 del self._uploads[found.id]
                 await self._complete(found, digest, call)
@@ -387,26 +393,31 @@ class Hub:
             if now is None or now.state != OPEN:  # it was closed meanwhile, and `shut` came before us
                 part.unlink(missing_ok=True)
 
-    async def _take(self, call: Request, part: Path, offset: int, size: int, newest: Callable[[], bool]) -> int:
+    async def _take(
+        self, call: Request, part: Path, offset: int, size: int, request: str, newest: Callable[[], bool]
+    ) -> int:
         """Add a piece to the file of a reply, and return the size of the file.
 
         A piece that begins elsewhere than at the end of the file adds nothing, and neither does one of an older call.
         """
+        since = self.meter.begins(request)
         with open(part, "ab", buffering=0) as file:  # so that an older call has nothing left to write when it ends
-            fits = file.tell() == offset
-            async for piece in call.stream():  # to its end, because the other side reads no answer before
-                if not newest():
-                    raise HTTPException(429, "another call sends this reply")
-                if fits and file.tell() + len(piece) > size:
-                    raise HTTPException(413, f"this reply has {size} bytes")
-                try:
+            before, fits = file.tell(), file.tell() == offset
+            try:
+                async for piece in call.stream():  # to its end, because the other side reads no answer before
+                    if not newest():
+                        raise HTTPException(429, "another call sends this reply")
+                    if fits and file.tell() + len(piece) > size:
+                        raise HTTPException(413, f"this reply has {size} bytes")
                     while fits and piece:
                         piece = piece[file.write(piece) :]
-                except OSError as error:
-                    if error.errno not in FULL:
-                        raise
-                    LOGGER.warning("a reply does not fit the disk: %s", error)
-                    raise HTTPException(507, "the disk of the server is full") from error
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                LOGGER.warning("a reply does not fit the disk: %s", error)
+                raise HTTPException(507, "the disk of the server is full") from error
+            finally:
+                self.meter.up(request, file.tell() - before, since)  # of a piece that breaks too
             return min(file.tell(), size)
 
     async def _complete(self, found: Waiting, digest: str, call: Request) -> None:
@@ -421,9 +432,10 @@ class Hub:
         except HTTPException:
             whole.unlink(missing_ok=True)
             raise
-        if not self.queue.deliver(found, "whole"):
+        carried = self.meter.ended(found.id)
+        if not self.queue.deliver(found, "whole", carried):
             found = self.queue.find(found.id) or found
-            self.queue.too_late(found)
+            self.queue.too_late(found, carried)
             raise HTTPException(410, "nobody waits for this reply any more")
 
     def _own(self, call: Request) -> Waiting:
@@ -602,7 +614,8 @@ class HubServer:
         keys = Keys(credentials, self.register.renewals)
         keys.look()
         self.seen = [_certificate(credentials)]
-        self.hub = Hub(queue, keys, self.register, lambda: self.seen, self.socket.admit, self.socket.end)
+        more = self.socket.end, self.socket.unsent
+        self.hub = Hub(queue, keys, self.register, lambda: self.seen, self.socket.admit, *more)
         self.server = _Ending(self._config(self.hub, host, port, tls=True), self.hub)
         self.others: list[uvicorn.Server] = []
 

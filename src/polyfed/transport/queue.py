@@ -18,6 +18,8 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from polyfed.transport.carried import Carried
+
 OPEN, ANSWERED, CLOSED, LATE = "open", "answered", "closed", "late"
 """The states of a request. A reply to a closed request is refused, and the request becomes late."""
 
@@ -41,6 +43,10 @@ CREATE TABLE IF NOT EXISTS requests (
 );
 CREATE INDEX IF NOT EXISTS open_requests ON requests (device) WHERE state = 'open';
 CREATE TABLE IF NOT EXISTS devices (device TEXT PRIMARY KEY, online INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS carried (
+    id TEXT PRIMARY KEY, up_bytes INTEGER NOT NULL, up_s REAL NOT NULL, down_bytes INTEGER NOT NULL,
+    down_s REAL NOT NULL, work_s REAL NOT NULL
+);
 """
 
 
@@ -251,9 +257,15 @@ class Queue:
     def forget(self, requests: Collection[str]) -> None:
         """Delete requests whose replies have been read, and the replies."""
         with self.transaction():
-            self._rows.executemany("DELETE FROM requests WHERE id = ?", [(name,) for name in requests])
+            for table in ("requests", "carried"):
+                self._rows.executemany(f"DELETE FROM {table} WHERE id = ?", [(name,) for name in requests])
         for name in requests:
             self.reply(name).unlink(missing_ok=True)
+
+    def carried(self, requests: Collection[str]) -> dict[str, Carried]:
+        """Return what the web server has measured of these requests, by name."""
+        rows = (self._rows.execute("SELECT * FROM carried WHERE id = ?", (name,)).fetchone() for name in requests)
+        return {row[0]: Carried(*row[1:]) for row in rows if row is not None}
 
     def shut(self, run: str, requests: Collection[str]) -> None:
         """Close open requests, and delete the bodies that no open request carries. Devices give up their tasks."""
@@ -289,8 +301,12 @@ class Queue:
         """Return the devices for which there is an open request."""
         return {device for (device,) in self._rows.execute("SELECT device FROM requests WHERE state = ?", (OPEN,))}
 
-    def deliver(self, request: Waiting, kind: str = "part") -> bool:
-        """Hand the reply in the file of this kind to the run. Return False, and delete it, if the request is closed."""
+    def deliver(self, request: Waiting, kind: str = "part", carried: Carried | None = None) -> bool:
+        """Hand the reply in the file of this kind to the run. Return False, and delete it, if the request is closed.
+
+        Args:
+            carried: what was measured of the request.
+        """
         came, reply = self.reply(request.id, kind), self.reply(request.id)
         with self.transaction():
             done = self._rows.execute(
@@ -298,14 +314,21 @@ class Queue:
             )
             if done.rowcount:
                 came.rename(reply)
+                self._note(request, carried)
         came.unlink(missing_ok=True)
         ring(self.bell(request.run))
         return done.rowcount == 1
 
-    def too_late(self, request: Waiting) -> None:
+    def too_late(self, request: Waiting, carried: Carried | None = None) -> None:
         """Note that a device has a reply to a closed request, so that the run counts it."""
         with self.transaction():
+            self._note(request, carried)
             self._rows.execute("UPDATE requests SET state = ? WHERE id = ? AND state = ?", (LATE, request.id, CLOSED))
+
+    def _note(self, request: Waiting, carried: Carried | None) -> None:
+        if carried is not None:
+            marks = ", ".join("?" * (len(Carried._fields) + 1))
+            self._rows.execute(f"INSERT OR REPLACE INTO carried VALUES ({marks})", (request.id, *carried))
 
     def mark(self, online: Mapping[str, bool]) -> None:
         """Note which devices are connected, and wake the runs."""
@@ -327,6 +350,7 @@ class Queue:
             if ring(self.bell(run)):
                 continue
             with self.transaction():
+                self._rows.execute("DELETE FROM carried WHERE substr(id, 1, 16) = ?", (run,))
                 self._rows.execute("DELETE FROM requests WHERE run = ?", (run,))
             for path in self.folder.glob(f"{run}.*"):
                 path.unlink(missing_ok=True)

@@ -1,9 +1,13 @@
 """A web server that other machines can reach: bounded headers and connections, TLS 1.3, a certificate that renews."""
 
 import asyncio
+import fcntl
 import resource
 import socket
 import ssl
+import struct
+import termios
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +15,7 @@ from typing import Any
 
 import h11
 import uvicorn
+from starlette.responses import FileResponse
 from typing_extensions import override
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -29,6 +34,9 @@ that whoever holds connections keeps nobody out. A device uses one; its others a
 
 SILENT_SECONDS = 60
 """A connection ends if the other machine acknowledges nothing for so long, because it has lost power, for example."""
+
+FIRST_LOOK, LONGEST_LOOK, DRAIN_SECONDS = 0.002, 0.05, 120.0
+"""Shortest and longest pause in seconds between two looks whether a device has received all, and for how long."""
 
 Peer = tuple[str, int]
 """Address and port of the other end of a connection, as in the `client` of an ASGI scope."""
@@ -119,6 +127,41 @@ class BoundedHead(H11Protocol):
             self._deadline = None
 
 
+class MeasuredFile(FileResponse):
+    """A part of a request on its way to a device, timed until the device has acknowledged its last byte.
+
+    Args:
+        path: the file.
+        unsent: returns how many bytes the device has not acknowledged, or None if the connection is gone.
+        note: called with the bytes of the file that the device has, and the seconds that they took.
+    """
+
+    def __init__(self, path: Any, unsent: Callable[[], int | None], note: Callable[[int, float], None]) -> None:
+        super().__init__(path, media_type="application/octet-stream")
+        self.unsent, self.note = unsent, note
+
+    @override
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        began, count = time.monotonic(), 0
+
+        async def counted(event: Any) -> None:
+            nonlocal count
+            count += len(event.get("body", b""))
+            await send(event)
+
+        await super().__call__(scope, receive, counted)  # the device goes on, while this only looks
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._acknowledged(), DRAIN_SECONDS)
+            if self.unsent() == 0:
+                self.note(count, time.monotonic() - began)
+
+    async def _acknowledged(self) -> None:
+        pause = FIRST_LOOK
+        while self.unsent():
+            await asyncio.sleep(pause)
+            pause = min(1.5 * pause, LONGEST_LOOK)
+
+
 class _Accepted(socket.socket):
     """A connection that says when it is closed."""
 
@@ -179,6 +222,16 @@ class Listener(socket.socket):
         mine[peer] = None
         if len(mine) > MOST_OF_ONE:
             self._end(next(iter(mine)))
+
+    def unsent(self, peer: Peer) -> int | None:
+        """Return how many bytes the other end of a connection has not acknowledged, or None if it is gone."""
+        if (made := self._open.get((peer[0], peer[1]))) is None:
+            return None
+        try:
+            (count,) = struct.unpack("i", fcntl.ioctl(made.fileno(), termios.TIOCOUTQ, bytes(4)))
+        except (OSError, ValueError):  # it is being closed, or this system has no such call
+            return None
+        return int(count)
 
     def end(self) -> None:
         """End all connections, those that have not finished their handshake too."""

@@ -121,6 +121,7 @@ class Pfmml(Algorithm[PfmmlState]):
         "oldest": "The age, in rounds, of the oldest copy of each block at the server.",
     }
     mixing: ClassVar[str] = ""
+    reads_rates: ClassVar[bool] = True
     uncompressed: ClassVar[str] = "it schedules uploads by the bytes of whole blocks"
     objectives: ClassVar[tuple[type[Objective], ...]] = (Objective,)
 
@@ -253,14 +254,12 @@ class Pfmml(Algorithm[PfmmlState]):
     def _schedule(self, state: PfmmlState, fed: Federation) -> dict[str, Tensor]:
         """Run step 2, block by block. Later blocks wait in the queue behind earlier ones."""
         cost_s, queued_bits = self._seconds_before_upload(state, fed), torch.zeros(len(fed.clients)).double()
-        count = exchange.num_uploads(self.uploads, len(fed.clients.eligible))
+        count, rates = exchange.num_uploads(self.uploads, len(fed.clients.eligible)), fed.rates
         chosen: dict[str, Tensor] = {}
         for block, layout in layouts(fed, state.params).items():
             entry, bits = state.blocks[block], layout.num_bits
             among = entry.owners if self.softmax_over == "owners" else torch.ones_like(entry.owners)
-            seconds = cost_s
-            if fed.clock is not None:
-                seconds = cost_s + (queued_bits + bits) / fed.clock.links.rates(fed.round).up_bps
+            seconds = cost_s if rates is None else cost_s + (queued_bits + bits) / rates.up_bps
             benefit = 1 - own_coefficients(entry.logits, among)
             price = self.price_per_second if self.rule == "linear" else None
             scores = benefit_per_second(benefit, seconds, price)
@@ -270,17 +269,21 @@ class Pfmml(Algorithm[PfmmlState]):
 
     def _seconds_before_upload(self, state: PfmmlState, fed: Federation) -> Tensor:
         """Return T_D + T_C of every device in this round, (K,): the times to download its copies and to train."""
-        if fed.clock is None:
-            return torch.zeros(len(fed.clients)).double()
-        clients, model, links = fed.clients, fed.context.model, fed.clock.links
+        clients, model, rates = fed.clients, fed.context.model, fed.rates
+        if rates is None:
+            return torch.zeros(len(clients)).double()
         down_bits = torch.zeros(len(clients)).double()
         for block, layout in layouts(fed, state.params).items():
             down_bits += layout.num_bits * state.deliveries.due(block)
+        if fed.links is not None:
+            measured: Tensor = down_bits / rates.down_bps + fed.links.work_s("practise")
+            return measured
+        assert fed.clock is not None
         flops = {block: model.flops(block) for block in (*clients.modalities, SHARED)}
         own_flops = clients.holds.double() @ torch.tensor([flops[m] for m in clients.modalities]).double()
         rows = [rows_trained(n, self.train, skip_single=model.has_batchnorm) for n in clients.num_rows.tolist()]
         work = TRAINING_PASSES * torch.tensor(rows).double() * (own_flops + flops[SHARED])
-        seconds: Tensor = down_bits / links.rates(fed.round).down_bps + work / links.compute_flops_per_s
+        seconds: Tensor = down_bits / rates.down_bps + work / fed.clock.links.compute_flops_per_s
         return seconds
 
     def _after(

@@ -22,7 +22,7 @@ EntryFile = Annotated[Path, typer.Argument(metavar="ENTRY", help="An entry.", sh
 
 
 @app.command("pack")
-def pack_entry(
+def pack_study(
     study: Annotated[Path, typer.Argument(metavar="STUDY", help="Folder of a study.", show_default=False)],
     out: Annotated[Path, typer.Option(metavar="FILE", help="The entry to write.", show_default=False)],
     method: Annotated[str | None, typer.Option(help="The method. [default: the only one]")] = None,
@@ -34,9 +34,10 @@ def pack_entry(
 ) -> None:
     """Write a study's method into one file: recipes, versions, code and results, with its control and its placebo."""
     from polyfed.experiment.leaderboard.entry import parts_of
-    from polyfed.experiment.leaderboard.packing import pack
+    from polyfed.experiment.leaderboard.packing import pack_entry
 
-    entry = pack(study, out, method=method, scenario=scenario, control=control, placebo=placebo, no_placebo=no_placebo)
+    rest = {"method": method, "scenario": scenario, "control": control, "placebo": placebo}
+    entry = pack_entry(study, out, no_placebo=no_placebo, **rest)
     runs = {role: len(part["runs"]) for role, part in parts_of(entry)}
     told = ", ".join(f"{count} of the {role}" for role, count in runs.items())
     line = f"wrote {out} with {told}; run them again: {command('board', 'verify', out)}"

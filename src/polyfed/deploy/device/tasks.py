@@ -20,6 +20,7 @@ from typing import Any
 
 from polyfed.core.errors import BadReply
 from polyfed.core.system.mapping import mapped
+from polyfed.core.system.tracing import PARENT, flush, span
 from polyfed.deploy.app_folder import RECIPE
 from polyfed.deploy.device.memory.trainings import forget_answered
 from polyfed.deploy.edge.runtime import AtEdge
@@ -142,6 +143,7 @@ class Host:
         except BaseException as error:  # this process must not return to the loop of its parent
             log_problem(f"a task was cut off: {type(error).__name__}: {error}")
         finally:
+            flush()
             os._exit(0)
 
 
@@ -157,17 +159,9 @@ def answer(task: Mapping[str, Any]) -> dict[str, Any]:
     """Answer the packet of a task, and write the reply to its folder."""
     folder = Path(task["folder"])
     header = header_of((folder / HEADER).read_text(encoding="utf-8"))
-    body = folder / BODY
-    if isinstance(header, str):
-        reply = reason(FAILED, None, f"the message {header}")
-    elif task.get("refusal"):
-        reply = reason(FAILED, _request_id(header), f"client {task['config'].get('client')}: {task['refusal']}")
-    else:
-        packet = Packet(header, mapped(body) if body.exists() else b"")
-        try:
-            reply = _handler(task, folder)(packet, task["config"])
-        except BadReply as error:
-            reply = reason(FAILED, _request_id(header), f"the message {error}")
+    with span("device", _parent(header)) as facts:
+        reply = _reply(task, folder, header)
+        facts["verdict"] = str(reply.header.get("verdict"))
     draft = folder / f"{REPLY}.draft"
     with open(draft, "wb") as file:
         file.writelines(frames(reply))
@@ -175,6 +169,26 @@ def answer(task: Mapping[str, Any]) -> dict[str, Any]:
     if "state" in task["config"] and (answered := _request_id(reply.header)) is not None:
         forget_answered(Path(task["config"]["state"]), answered, folder / REPLY)
     return {"verdict": str(reply.header.get("verdict")), "bytes_up": len(reply.body)}
+
+
+def _parent(header: dict[str, Any] | str) -> str:
+    """Take the span of the server's request out of a header, which is then as the server without traces sends it."""
+    parent = header.pop(PARENT, "") if isinstance(header, dict) else ""
+    return parent if isinstance(parent, str) else ""
+
+
+def _reply(task: Mapping[str, Any], folder: Path, header: dict[str, Any] | str) -> Packet:
+    """Return the reply to a packet, or the reason why there is none."""
+    if isinstance(header, str):
+        return reason(FAILED, None, f"the message {header}")
+    if task.get("refusal"):
+        return reason(FAILED, _request_id(header), f"client {task['config'].get('client')}: {task['refusal']}")
+    body = folder / BODY
+    packet = Packet(header, mapped(body) if body.exists() else b"")
+    try:
+        return _handler(task, folder)(packet, task["config"])
+    except BadReply as error:
+        return reason(FAILED, _request_id(header), f"the message {error}")
 
 
 def _handler(task: Mapping[str, Any], folder: Path) -> Deployed | AtEdge:

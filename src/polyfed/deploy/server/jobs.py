@@ -19,7 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from threading import Event, Thread
@@ -64,6 +64,9 @@ KILLS = 3
 
 LOOK_SECONDS = 0.5
 """Seconds between two looks of the supervisor at the jobs, and of a job at its record."""
+
+ALL_SECONDS = 60.0
+"""So often the supervisor reads all records, also if nobody has changed one through `Jobs`."""
 
 END_SECONDS = 15.0
 """How long a process that is to end may take before it is killed."""
@@ -163,7 +166,7 @@ class Jobs:
     def all(self) -> list[Job]:
         """Return the jobs in the order in which they were submitted. A record that cannot be read is left out."""
         result = []
-        for number in self._numbers():
+        for number in self.numbers():
             with suppress(PolyfedError):
                 result.append(self.get(number))
         return result
@@ -181,7 +184,7 @@ class Jobs:
 
     def damaged(self) -> list[int]:
         """Return the numbers of the jobs whose records cannot be read."""
-        return sorted(set(self._numbers()) - {job.id for job in self.all()})
+        return sorted(set(self.numbers()) - {job.id for job in self.all()})
 
     def get(self, number: int) -> Job:
         """Return a job.
@@ -194,7 +197,7 @@ class Jobs:
         try:
             result = parse_json(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            known = ", ".join(map(str, self._numbers())) or "none"
+            known = ", ".join(map(str, self.numbers())) or "none"
             raise RecipeError(f"there is no job {number} in {self.credentials}; its jobs: {known}") from None
         except (OSError, ValueError) as error:
             raise CheckpointError(
@@ -223,7 +226,7 @@ class Jobs:
                         f"job {other.id} ({other.state}) writes to {other.out}. Choose another folder (--out), or end "
                         f"that job: {command('jobs', self.credentials, 'cancel', other.id)}"
                     )
-            number, now = max(self._numbers(), default=0) + 1, time.time()
+            number, now = max(self.numbers(), default=0) + 1, time.time()
             who = os.environ.get("SUDO_USER") or _user()
             job = Job(id=number, by=who, submitted=now, changed=now, **facts)
             draft = self.folder / f".{number}"
@@ -285,12 +288,23 @@ class Jobs:
         known = {"enrolled": 0, "wanted": 0, "reasons": {}}
         return {**asdict(job), **rounds_done(Path(job.out)), **{key: (status or known).get(key) for key in known}}
 
-    def _numbers(self) -> list[int]:
+    def numbers(self) -> list[int]:
+        """Return the numbers of all jobs, also of those whose records cannot be read."""
         result = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
         return sorted(int(name) for name in result if name.isascii() and name.isdecimal() and len(name) < 10)
 
-    def _alone(self) -> AbstractContextManager[None]:
-        return alone_in(self.folder, "another process changes the jobs", "Try again", seconds=30.0)
+    @property
+    def mark(self) -> int:
+        """A number that differs after every change of a record through this class, by any process."""
+        return self.folder.stat().st_mtime_ns
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        with alone_in(self.folder, "another process changes the jobs", "Try again", seconds=30.0):
+            try:
+                yield
+            finally:  # the file system's own clock ticks too slowly
+                os.utime(self.folder, ns=(time.time_ns(), time.time_ns()))
 
 
 def _is_record(told: Any, number: int) -> bool:
@@ -343,6 +357,8 @@ class Supervisor:
         self.words = [*(words or [sys.executable, "-P", "-m", PROCESS, str(jobs.credentials)])]
         self.children: dict[int, subprocess.Popen[bytes]] = {}
         self._told: set[int] = set()
+        self._open: set[int] = set()
+        self._mark, self._next = 0, 0.0
 
     def run(self) -> None:
         """Look after the jobs until `stop` is set, and then end their processes, which the next server starts again."""
@@ -361,13 +377,10 @@ class Supervisor:
 
     def look(self) -> None:
         """Notice which processes have ended, end those that do not obey, and start jobs that wait."""
-        for number in set(self.jobs.damaged()) - self._told:
-            self._told.add(number)
-            LOGGER.error("job %d is left out: its record in %s is damaged", number, self.jobs.place(number))
         lost = {number for number, child in self.children.items() if child.poll() is not None}
         for number in lost:
             del self.children[number]
-        found = self.jobs.all()
+        found = self._read()
         alive = {job.id for job in found if job.id in self.children or self.jobs.runs(job.id)}
         for job in found:
             if job.state == RUNNING and job.id not in alive:
@@ -375,12 +388,32 @@ class Supervisor:
             elif job.state != RUNNING and job.id in alive and time.time() - job.changed > END_SECONDS:
                 self._signal(job, signal.SIGKILL)  # it has not obeyed, for example because it is stopped
         now = time.time()
-        for job in self.jobs.all():
+        for job in self._read():
             if job.state == WAITING and job.at <= now and job.id not in alive and len(alive) < self.most:
                 self._start(job)
                 alive.add(job.id)
+        self._open = {job.id for job in self._read() if not job.ended or job.id in alive}
         if lost:
             self.jobs.tidy()
+
+    def _read(self) -> list[Job]:
+        """Return the jobs that have not ended or whose processes live; all of them after a change of any record."""
+        mark = self.jobs.mark  # first: a change while the records are read is seen in the next look
+        if mark != self._mark or time.monotonic() >= self._next:
+            self._mark, self._next = mark, time.monotonic() + ALL_SECONDS
+            self._open = set(self.jobs.numbers())
+        jobs = []
+        for number in sorted(self._open):
+            try:
+                jobs.append(self.jobs.get(number))
+            except CheckpointError:
+                if number not in self._told:
+                    self._told.add(number)
+                    where = self.jobs.place(number)
+                    LOGGER.error("job %d is left out: its record in %s is damaged", number, where)
+            except RecipeError:  # somebody has removed it
+                continue
+        return jobs
 
     def _start(self, job: Job) -> None:
         begun = rounds_done(Path(job.out))["round"]

@@ -79,6 +79,7 @@ def check(recipe: Recipe | str | Path, population: Population | None = None) -> 
         fixes=tuple(fixes_of(refused, assembly.policy, assembly.fed.clients.modalities)),
         not_in_ledger=tuple(not_in_ledger(assembly)),
         private=private_sizes(assembly),
+        links=() if assembly.fed.links is None else tuple(assembly.fed.links.sentences()),
         guesses=(*assembly.guesses, *filter(None, [_repeated_rows(assembly.population)])),
         privacy=None if guarantee is None else guarantee.facts(guarantee.rounds),
         promises=() if guarantee is None else tuple(guarantee.sentences()),

@@ -69,6 +69,7 @@ class CheckResult:
             [privacy].
         promises: sentences that state the guarantee of differential privacy.
         node_needs: sentences on what each node of the cluster needs; empty without `[engine] cluster`.
+        links: sentences on the measured rates by which the server schedules; empty without them.
     """
 
     recipe: Recipe
@@ -83,6 +84,7 @@ class CheckResult:
     privacy: dict[str, Any] | None = None
     promises: tuple[str, ...] = ()
     node_needs: tuple[str, ...] = ()
+    links: tuple[str, ...] = ()
     failure_code: int = 0
 
     @property

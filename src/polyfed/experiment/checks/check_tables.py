@@ -60,6 +60,7 @@ def check_tables(check: CheckResult) -> Group:
         crossing.in_short(check),
         *_privacy(check),
         *_node_needs(check),
+        *_links(check),
         *crossing.failures(check),  # at the end, so that users do not overlook it
     )
 
@@ -82,6 +83,15 @@ def _node_needs(check: CheckResult) -> Iterator[Group]:
         for need in check.node_needs:
             table.add_row(Text(need))
         yield titled("Each node of the cluster needs", table)
+
+
+def _links(check: CheckResult) -> Iterator[Group]:
+    """By which rates the server of a deployment schedules."""
+    if check.links:
+        table = plain_table("", left=1)
+        for text in check.links:
+            table.add_row(Text(text))
+        yield titled("Measured links", table)
 
 
 def _about(guesses: Sequence[str]) -> Group:

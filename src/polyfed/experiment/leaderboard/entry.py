@@ -23,6 +23,7 @@ from typing_extensions import NotRequired, TypedDict  # noqa: UP035 - pydantic r
 from polyfed.algorithms import ALGORITHMS
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.core.system.json_and_toml import json_ready, parse_json
+from polyfed.experiment.recipes.sections import SECTIONS
 from polyfed.experiment.results.round_facts import code_digest, versions
 from polyfed.experiment.study.default_ranges import is_fedavg
 from polyfed.experiment.study.ranges import at, put
@@ -40,23 +41,14 @@ LARGEST_CODE = 2**18
 
 FEWEST_SEEDS = 3
 
-SAME = (
-    "data.",
-    "clients.",
-    "rounds",
-    "task.",
-    "train.",
-    "evaluate.",
-    "network.",
-    "wire.",
-    "attack.",
-    "privacy.",
-    "stop.",
-)
-"""The first words of the keys in which method, control and placebo agree, except for what a search chose."""
-
 NOT_PACKED = ("versions", "seed", "checkpoint", "tracking", "deployment", "limits")
 """Parts of a resolved recipe that an entry leaves out: they do not change a result, or reach outside of it."""
+
+SAME = (
+    "rounds",
+    *(f"{name}." for name, part in SECTIONS.items() if not part.of_method and name not in NOT_PACKED),
+)
+"""The first words of the keys in which method, control and placebo agree, except for what a search chose."""
 
 PATHS = ("path", "cache", "transcripts")
 """The keys of [data] that name files."""

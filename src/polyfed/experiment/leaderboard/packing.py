@@ -31,9 +31,9 @@ from polyfed.report.reading.study_folder import StudyRun, facts_of_study
 CONTROL = "fedavg"
 
 
-def pack(
-    study: Path,
-    out: Path,
+def pack_entry(
+    study: str | Path,
+    out: str | Path,
     *,
     method: str | None = None,
     scenario: str | None = None,
@@ -56,6 +56,7 @@ def pack(
         RecipeError: the folder holds no study, or a name is wrong or missing.
         DataError: a file is damaged, or the entry would break rules of the board. The text tells all of them.
     """
+    study = Path(study)
     if not (study / STUDY).is_file():
         Folder(study)
         raise RecipeError(
@@ -89,7 +90,7 @@ def pack(
     } | parts
     _refuse_other_versions(folders.values(), entry["made"]["versions"])
     refuse(f"{method} of {study} breaks the rules of the board (polyfed docs board)", list(faults_of(entry)))
-    replace_text(out, to_json(entry) + "\n")
+    replace_text(Path(out), to_json(entry) + "\n")
     return entry  # type: ignore[no-any-return]
 
 

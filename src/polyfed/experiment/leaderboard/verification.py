@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,6 +21,7 @@ from polyfed.core.errors import DataError, Diverged, NotAllowed, PolyfedError, R
 from polyfed.core.registry import Allowance, only
 from polyfed.core.system.files import replace_text
 from polyfed.core.system.json_and_toml import to_json
+from polyfed.data import Columns
 from polyfed.data.stacking import stacked
 from polyfed.experiment.leaderboard.entry import (
     Entry,
@@ -32,9 +33,12 @@ from polyfed.experiment.leaderboard.entry import (
     parts_of,
     read_entry,
     refuse,
+    reported,
     table_of,
 )
+from polyfed.experiment.recipes.engine_choice import pytorch_settings
 from polyfed.experiment.recipes.recipe import Recipe
+from polyfed.experiment.running.assembly import population_of
 from polyfed.experiment.running.events import Emitter
 from polyfed.experiment.running.loop import execute
 from polyfed.experiment.study.plan import quiet
@@ -87,13 +91,13 @@ class Repetition:
 
 
 def verify_entry(
-    file: Path,
+    file: str | Path,
     *,
-    data: Path | None = None,
-    code: Path | None = None,
+    data: str | Path | None = None,
+    code: str | Path | None = None,
     run_code: str = "",
     search: bool = False,
-    receipt: Path | None = None,
+    receipt: str | Path | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Repetition:
     """Run an entry again, and compare every number and state digest.
@@ -112,6 +116,7 @@ def verify_entry(
         NotAllowed: the entry has code that the reader did not allow.
         RecipeError: the entry needs data or other code.
     """
+    file, data, code = Path(file), _path(data), _path(code)
     entry, digest = read_entry(file)
     result = Repetition(entry, digest, search)
     with _allowed_code(entry, file, code, run_code) as imports:
@@ -131,8 +136,12 @@ def verify_entry(
     if "placebo" not in entry:
         result.remarks.append(f"no placebo: {entry['no_placebo']}")
     if receipt is not None:
-        replace_text(receipt, to_json(result.receipt()) + "\n")
+        replace_text(Path(receipt), to_json(result.receipt()) + "\n")
     return result
+
+
+def _path(given: str | Path | None) -> Path | None:
+    return None if given is None else Path(given)
 
 
 def refuse_differing(file: Path, found: Repetition) -> None:
@@ -221,7 +230,7 @@ def _check_data(entry: Entry, file: Path, data: Path | None, imports: tuple[str,
     if "placebo" not in entry and hasattr(recipe.algorithm, "placebo"):  # `faults_of` knows only polyfed's methods
         raise DataError(f"{file}: the method has an option `placebo`, and the entry lacks the placebo")
     with _restricted(imports, recipe):
-        columns = stacked(recipe.data.load(), recipe.stack)
+        columns = _loaded(recipe, entry["method"], data)
     if columns.fingerprint() != entry["data"]:
         raise DataError(f"{file} is about other data than {data or at(part['recipe'], 'data.name')}: its rows differ")
 
@@ -236,6 +245,15 @@ def _recipe(part: Part, run: EntryRun, data: Path | None, imports: tuple[str, ..
             return quiet(table)
         except NotAllowed as error:
             raise NotAllowed(f"the recipe of {part['name']} names what an entry may not: {error}") from None
+
+
+def _loaded(recipe: Recipe, part: Part, data: Path | None) -> Columns:
+    """Return the data of a recipe. Those of the reader bear the entry's name, whatever the reader's file is called."""
+    columns = stacked(recipe.data.load(), recipe.stack)
+    result = reported(part)[0]["result"]
+    if data is None or result is None:
+        return columns
+    return replace(columns, name=str(result["dataset"]))
 
 
 @contextmanager
@@ -255,9 +273,10 @@ def _differences(part: Part, run: EntryRun, data: Path | None, imports: tuple[st
     recipe = _recipe(part, run, data, imports)
     result: dict[str, Any] | None
     try:
-        with _restricted(imports, recipe), warnings.catch_warnings():
+        with _restricted(imports, recipe), warnings.catch_warnings(), pytorch_settings(recipe):
             warnings.simplefilter("ignore")  # the author has seen them
-            result = json.loads(to_json(numbers(execute(recipe, None, Emitter([])).result)))
+            population = population_of(recipe, _loaded(recipe, part, data))
+            result = json.loads(to_json(numbers(execute(recipe, None, Emitter([]), population=population).result)))
     except Diverged:
         result = None
     except DataError:

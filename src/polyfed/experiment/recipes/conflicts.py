@@ -172,6 +172,10 @@ def _needs_each_reply(
     )
 
 
+def _measures(recipe: Any) -> bool:
+    return recipe.network is not None and recipe.network.measured
+
+
 def _deadline(recipe: Any) -> float | None:
     return None if recipe.network is None else recipe.network.deadline_s
 
@@ -274,10 +278,30 @@ TABLE: tuple[Conflict, ...] = (
     ),
     Conflict(
         key=("network",),
-        when=lambda r: r.network is not None and r.engine.apart,
-        beside="[engine] name = 'flower'",
-        because="[network] is simulated time, and this engine runs in real time",
-        instead="Remove [network]",
+        when=lambda r: r.network is not None and not r.network.measured and r.engine.apart,
+        beside="[engine] name = 'flower', or a deployment",
+        because="[network] is simulated time, and both run in real time",
+        instead="Remove [network]; a deployment of a method that schedules by rates takes channel = 'measured'",
+    ),
+    Conflict(
+        key=("network", "channel"),
+        when=lambda r: _measures(r) and r.engine.name != "devices",
+        beside="a simulation",
+        because="nothing travels over a link that could be measured: also Flower's messages stay on one machine",
+        instead="Set [engine] name = 'devices' and deploy the recipe, or take channel = 'wireless' or 'fixed'",
+    ),
+    Conflict(
+        key=("network", "channel"),
+        when=lambda r: _measures(r) and not r.algorithm.reads_rates,
+        because="nothing that it does depends on the rates of devices",
+        instead="Remove [network], or take pfmml",
+    ),
+    Conflict(
+        key=("network", "deadline_s"),
+        when=lambda r: _measures(r) and r.network.deadline_s is not None,
+        beside="[network] channel = 'measured'",
+        because="the deadline is one of simulated time",
+        instead="Remove deadline_s: [deployment] reply_seconds is the deadline of devices",
     ),
     Conflict(
         key=("wire", "compress"),

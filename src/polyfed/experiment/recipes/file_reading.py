@@ -365,9 +365,20 @@ def _roles(
         typed = again(("--label", "NAME"), otherwise=command("init", where, "--label", "NAME"))
         raise RecipeError(
             f"'{where}' has no labels under the names {', '.join(LABELS)}. Say which are the labels: {typed}, or "
-            f"labels='NAME' in Python. It has: {', '.join(names[:30])}"
+            f"labels='NAME' in Python. It has: {_listed(names)}"
         )
     return {"label": ""} | table
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return names for a sentence: of numbered ones the first and the last, of very many those at both ends.
+
+    >>> _listed(["speaker", "text_0", "text_1", "text_2", "mood"])
+    'speaker, text_0 to text_2, mood'
+    """
+    runs = [list(run) for _, run in itertools.groupby(names, key=lambda name: name.rstrip("0123456789"))]
+    shown = [" to ".join((run[0], run[-1])) if len(run) > 2 else ", ".join(run) for run in runs]
+    return ", ".join(shown if len(shown) <= 30 else [*shown[:15], "...", *shown[-15:]])
 
 
 def _pattern(group: Sequence[str], columns: Sequence[str]) -> str | list[str]:

@@ -13,7 +13,7 @@ from polyfed.experiment.recipes.settings import CheckpointSpec, DeploymentSpec, 
 from polyfed.experiment.results.tracking import TRACKERS, Tracker
 from polyfed.federation.aggregation import ServerOptimiser
 from polyfed.federation.attack import Attack
-from polyfed.federation.network import Network
+from polyfed.federation.links.network import Network
 from polyfed.federation.secure_aggregation.client import SecureAggregation
 from polyfed.federation.wire.compression import Wire
 from polyfed.model import ModelSpec
@@ -39,6 +39,7 @@ class Section:
         hides_defaults: whether `Recipe.table` leaves the section out if all its values are defaults.
         title: what the classes are called, for the docs.
         result: whether the section can change the result of a run. Runs that differ in others have the same name.
+        of_method: whether a method brings the section. In all others, methods that are compared must agree.
     """
 
     cls: type | None
@@ -50,6 +51,7 @@ class Section:
     hides_defaults: bool = False
     title: str = ""
     result: bool = True
+    of_method: bool = False
 
     @property
     def keys(self) -> frozenset[str]:
@@ -62,20 +64,26 @@ class Section:
 SECTIONS: Mapping[str, Section] = {
     "data": Section(cls=Source, classes=SOURCES, field="data", required="cg-digits", title="Data sources"),
     "clients": Section(cls=ClientsSpec, field="clients"),
-    "model": Section(cls=ModelSpec, field="model"),
+    "model": Section(cls=ModelSpec, field="model", of_method=True),
     "train": Section(cls=Train, field="train", of_algorithm=True),
-    "algorithm": Section(cls=Algorithm, classes=NAMED, field="algorithm", required="fedavg", title="Algorithms"),
-    "selection": Section(cls=Selector, classes=SELECTORS, field="selector", of_algorithm=True, title="Selectors"),
-    "server": Section(cls=ServerOptimiser, field="server", of_algorithm=True),
+    "algorithm": Section(
+        cls=Algorithm, classes=NAMED, field="algorithm", required="fedavg", title="Algorithms", of_method=True
+    ),
+    "selection": Section(
+        cls=Selector, classes=SELECTORS, field="selector", of_algorithm=True, title="Selectors", of_method=True
+    ),
+    "server": Section(cls=ServerOptimiser, field="server", of_algorithm=True, of_method=True),
     "evaluate": Section(cls=Evaluation, field="evaluation", of_algorithm=True),
     "network": Section(cls=Network, field="network", optional=True),
     "wire": Section(cls=Wire, field="wire", optional=True),
     "attack": Section(cls=Attack, field="attack", optional=True),
-    "secure_aggregation": Section(cls=SecureAggregation, field="secure_aggregation", of_algorithm=True, optional=True),
+    "secure_aggregation": Section(
+        cls=SecureAggregation, field="secure_aggregation", of_algorithm=True, optional=True, of_method=True
+    ),
     "privacy": Section(cls=Privacy, field="privacy", optional=True),
-    "egress": Section(cls=None, field="egress"),
+    "egress": Section(cls=None, field="egress", of_method=True),
     "limits": Section(cls=Limits, field="limits", hides_defaults=True),
-    "engine": Section(cls=EngineSpec, field="engine"),
+    "engine": Section(cls=EngineSpec, field="engine", of_method=True),
     "deployment": Section(cls=DeploymentSpec, field="deployment", hides_defaults=True),
     "checkpoint": Section(cls=CheckpointSpec, field="checkpoint", result=False),
     "stop": Section(cls=StopSpec, field="stop", hides_defaults=True),

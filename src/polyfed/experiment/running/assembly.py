@@ -41,6 +41,7 @@ from polyfed.experiment.running.warm_start import AGAINST, given_of, warmed
 from polyfed.federation.client_registry import TEST, registry_of
 from polyfed.federation.clock import Clock
 from polyfed.federation.federation import Federation
+from polyfed.federation.links.measured import MeasuredLinks
 from polyfed.model import Model, build_model
 from polyfed.privacy.differential.guarantee import Guarantee
 from polyfed.privacy.egress.announcement import Announcer
@@ -209,7 +210,7 @@ def assemble(
         device=device_of(made.recipe),
         emit=emit,
         debug=made.recipe.engine.debug,
-        clock=clock_of(made.recipe, population.num_clients, ledger),
+        **time_of(made.recipe, population.num_clients, ledger),
         objective=task_of(made.recipe),
         privacy=None if made.guarantee is None else made.guarantee.mechanism,
         limits=made.recipe.limits,
@@ -264,6 +265,7 @@ def _federation(recipe: Recipe, engine: Engine, num_clients: int | None, rows_ca
         combine=recipe.engine.combine == "nodes",
         emit=engine.emit,
         clock=engine.clock,
+        links=engine.links,
         attack=recipe.attack,
         ranks=client_ranks(recipe, engine.model, num_clients),
         privacy=engine.privacy,
@@ -360,11 +362,14 @@ def policy_of(recipe: Recipe, columns: Columns, *, lenient: bool = False) -> Pol
     return policy
 
 
-def clock_of(recipe: Recipe, num_clients: int, ledger: Ledger) -> Clock | None:
-    """Return the clock of simulated time if the recipe has a section [network], otherwise None."""
-    if recipe.network is None:
-        return None
-    return Clock(recipe.network.links(num_clients, recipe.seed), ledger)
+def time_of(recipe: Recipe, num_clients: int, ledger: Ledger) -> dict[str, Any]:
+    """Return what [network] tells of time: the `clock` of simulated time, or the measured `links`; nothing without."""
+    network = recipe.network
+    if network is None:
+        return {}
+    if network.measured:
+        return {"links": MeasuredLinks(num_clients, network)}
+    return {"clock": Clock(network.links(num_clients, recipe.seed), ledger)}
 
 
 def facts_of(assembly: Assembly, limit: int = 1000) -> dict[str, Any]:

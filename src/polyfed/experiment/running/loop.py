@@ -14,6 +14,7 @@ from polyfed.algorithms import NAMED
 from polyfed.algorithms.base import Algorithm, ServerState
 from polyfed.core.errors import CheckpointError, command, counted
 from polyfed.core.registry import name_of
+from polyfed.core.system.tracing import flush, span
 from polyfed.data import Population, scaling_of
 from polyfed.data.column_fitting import features_of
 from polyfed.data.sources.own.new_rows import RowForm
@@ -86,7 +87,8 @@ def execute(
     """
     if recipe.tracking is not None:
         emit.listeners.append(recipe.tracking.follow(recipe.table(), None if records is None else records.folder))
-    with pytorch_settings(recipe), ExitStack() as stack:
+    with pytorch_settings(recipe), ExitStack() as stack, span("run", engine=recipe.engine.name, rounds=recipe.rounds):
+        stack.callback(flush)
         kept = records.folder if records is not None and records.begun else app
         parts: dict[str, Any] = {"population": population, "engine": engine, "folder": kept, "deployed": deployed}
         parts["spare"] = records.folder if records is not None and deployed else None
@@ -135,7 +137,8 @@ class _Loop:
         self.emit("round-started", round=round)
         self._started = time.perf_counter()
         try:
-            yield
+            with span("round", round=round):
+                yield
         except BaseException:
             self._book(round)
             raise
@@ -217,6 +220,8 @@ class _Loop:
         records.note(table, facts)
         state, engine = self.assembly.put_away(content.pop("state")), self.assembly.engine
         self.assembly.resume(state, content["locals"], round)
+        if self.fed.links is not None:
+            self.fed.links.restore(content.get("links") or {})
         self.best = kept_best(records.checkpoints, content.get("best"), self.recipe.algorithm, engine.device)
         if self.best is not None:
             self.best["state"] = self.assembly.put_away(self.best["state"])
@@ -262,6 +267,8 @@ class _Loop:
         row = self._book(round) | {"training_requests": self.fed.asked, "seconds": {"train": seconds}}
         row["norms"] = {"model": block_norms(algorithm.global_params(state), before), "clients": self.updates.means()}
         self.updates.save(round, before, algorithm.global_params(state), row["cohort"])
+        if self.fed.links is not None:
+            row["links"] = self.fed.links.facts()
         if times is not None:
             row["simulated_seconds"] = algorithm.simulated_seconds(state, times)
             self.totals["simulated_seconds"] += row["simulated_seconds"]
@@ -289,7 +296,8 @@ class _Loop:
         if not algorithm.evaluation.due(row["round"], self._last):
             return
         started = time.perf_counter()
-        measured = self._measured(row, state)
+        with span("evaluate", round=row["round"]):
+            measured = self._measured(row, state)
         rows = [*self.rounds, row]
         if self.stop is None and self._stop(out_of_patience(self.recipe.stop, rows, self.choice)):
             measured = self._measured(row, state) if algorithm.evaluates_more_at_end else measured
@@ -390,6 +398,7 @@ class _Loop:
                 "locals": self.assembly.engine.locals,
                 "federation": self.kept_facts(self.records.checkpoints),
                 "totals": self.totals,
+                "links": None if self.fed.links is None else self.fed.links.content(),
                 "places": self.records.places(),
                 "best": number,
             }
@@ -439,7 +448,7 @@ class _Loop:
         result["concerns"] = (self.recipe.algorithm.concerns(logged) if logged else []) + idle
         more = still_falls(self.rounds) if self._end().by == "rounds" else None
         result |= {"still_falls": more} if more is not None else {}
-        result |= {} if self.recipe.network is None else {"simulated_seconds": self.totals["simulated_seconds"]}
+        result |= {} if self.fed.clock is None else {"simulated_seconds": self.totals["simulated_seconds"]}
         result |= self.recipe.algorithm.told(state, self.fed)
         return result | {"state_sha256": checkpoint.digest(state)}
 

@@ -26,6 +26,7 @@ from polyfed.engines.base import Engine
 from polyfed.experiment.running import checkpoint
 from polyfed.experiment.running.checkpoint import RESTORE, num_numbers, sha256_of
 from polyfed.federation.federation import Federation
+from polyfed.federation.links.measured import is_content
 
 OF_CLIENTS = ("num_rows", "holds", "silo")
 """The facts about clients: fields of `ClientRegistry`."""
@@ -169,6 +170,7 @@ def _wrong_key(content: Any) -> str:
         "totals": _are_numbers(content.get("totals"), (int, float), TOTALS),
         "places": _are_numbers(content.get("places"), (int,)),
         "best": content.get("best") is None or type(content["best"]) is int,
+        "links": content.get("links") is None or is_content(content["links"]),
         "federation": _are_facts(content.get("federation")) or "federation" not in content,
     }
     return next((key for key, fits in checks.items() if not fits), "")

@@ -9,6 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from polyfed.core.errors import RecipeError
+from polyfed.core.system.tracing import traced
 from polyfed.core.tree import Tree
 from polyfed.federation.replies import Replies
 from polyfed.federation.secure_aggregation.cohort import Entry
@@ -73,6 +74,7 @@ class SummedReplies(Replies):
         return {client: self[client] for client in self.clients}
 
     @override
+    @traced("aggregate")
     def mean(self, name: str, weights: Mapping[int, float]) -> Tree:
         """Return the weighted mean of a tree; see `Replies.mean`.
 

@@ -90,6 +90,7 @@ class RoundRow(TypedDict, total=False):
     logged: dict[str, Any]
     tables: dict[str, list[list[Number]]]
     conformal: dict[str, Any]
+    links: dict[str, dict[str, Number]]
 
 
 @with_config(ANY_KEYS)

@@ -1,8 +1,9 @@
 """The simulated links and devices of the clients: the [network] section, and the rates in each round.
 
-There are two channels. `wireless` simulates the radio cell of the FMML paper (docs/algorithms/pfmml.md). It places
+There are three channels. `wireless` simulates the radio cell of the FMML paper (docs/algorithms/pfmml.md). It places
 devices uniformly in a disc around the base station. It computes path loss by distance, draws Rayleigh fading for each
-device and round, and applies Shannon's formula for the rate. `fixed` gives every client the same rates.
+device and round, and applies Shannon's formula for the rate. `fixed` gives every client the same rates. `measured`
+simulates nothing: the server of a deployment measures the rates of its devices (`measured.py`).
 
 Names end with their unit: `_s` seconds, `_bps` bits per second, `_hz` hertz, `_w` watts, `_m` metres, `_flops`
 floating-point operations. In shapes, `K` is the number of clients. All numbers are in double precision.
@@ -33,7 +34,8 @@ class Network:
 
     Attributes:
         channel: `wireless` computes rates from distance, fading and power; `fixed` uses `rate_up_bps` and
-            `rate_down_bps`.
+            `rate_down_bps`; `measured` (deployments only) takes what the server measures, by its own clock, of the
+            messages that it carries.
         bandwidth_hz: bandwidth of a device's channel.
         power_up_w: a device's transmit power.
         power_down_w: the base station's transmit power for each device.
@@ -42,8 +44,9 @@ class Network:
         cell_radius_m: radius of the disc in which devices are placed uniformly.
         fading: whether the channel has Rayleigh fading; else the gain equals its mean.
         log_base: base of the logarithm in Shannon's formula; 2 for bits per second.
-        rate_up_bps: rate from client to server with a `fixed` channel.
-        rate_down_bps: rate from server to client with a `fixed` channel.
+        rate_up_bps: rate from client to server with a `fixed` channel; with a `measured` one, that of a device of which
+            nothing is known yet.
+        rate_down_bps: the same from server to client.
         latency_s: delay of each message in either direction.
         compute_flops_per_s: a device's speed.
         stragglers: share of the devices that compute more slowly.
@@ -51,7 +54,7 @@ class Network:
         deadline_s: longest time of a client in a round, after which the server drops it.
     """
 
-    channel: Literal["wireless", "fixed"] = "wireless"
+    channel: Literal["wireless", "fixed", "measured"] = "wireless"
     bandwidth_hz: Annotated[float, POSITIVE] = 1e6
     power_up_w: Annotated[float, POSITIVE] = 0.1
     power_down_w: Annotated[float, POSITIVE] = 0.1
@@ -76,9 +79,19 @@ class Network:
     def idle(self) -> dict[str, str]:
         """The options that have no effect, each with the setting that causes this."""
         radio = ("bandwidth_hz", "power_up_w", "power_down_w", "noise_dbm_per_hz", "carrier_ghz", "cell_radius_m")
-        unread = (*radio, "fading", "log_base") if self.channel == "fixed" else ("rate_up_bps", "rate_down_bps")
-        result = dict.fromkeys(unread, f"channel = '{self.channel}'")
+        simulated = ("latency_s", "compute_flops_per_s", "stragglers", "straggler_slowdown")
+        unread = {
+            "wireless": ("rate_up_bps", "rate_down_bps"),
+            "fixed": (*radio, "fading", "log_base"),
+            "measured": (*radio, "fading", "log_base", *simulated),
+        }
+        result = dict.fromkeys(unread[self.channel], f"channel = '{self.channel}'")
         return result if self.stragglers else result | {"straggler_slowdown": "stragglers = 0"}
+
+    @property
+    def measured(self) -> bool:
+        """Whether the server measures the rates of real devices."""
+        return self.channel == "measured"
 
     def links(self, num_clients: int, seed: int) -> "Links":
         """Draw the distance and the speed of every client from the run's seed."""

@@ -1,0 +1,1 @@
+"""The links of the clients: simulated ones, and those that the server of a deployment measures."""
