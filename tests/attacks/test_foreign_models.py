@@ -45,6 +45,9 @@ def test_a_description_that_is_none_is_named_as_damaged(text: str, source: Path,
 
 KEYS = ("format", "model", "shapes", "reads", "classes", "class_names", "task", "clients", "scaling", "conformal")
 KEYS += ("columns", "sha256", "predictor", "own_models", "key")
+EVALUATED = ("shapes", "class_names", "scaling", "columns", "conformal")
+"""What an evaluation reads, so that each wrong value is evaluated; of the other keys, every third one is."""
+
 VALUES: list[Any] = [
     None,
     "x",
@@ -69,13 +72,14 @@ def test_every_wrong_value_of_a_description_ends_in_words_or_changes_nothing(
     shutil.copytree(source / "model", tmp_path / "model")
     score, params = evaluated(source, source / "model"), polyfed.load_model(source / "model").shared
     assert params is not None
-    for value in VALUES:
+    for place, value in enumerate(VALUES, KEYS.index(key)):
         (tmp_path / "model" / "model.json").write_text(json.dumps(honest | {key: value}))
-        try:
-            found = evaluated(source, tmp_path / "model")
-        except PolyfedError:
-            found = score
-        assert found["pooled"]["metrics"] == score["pooled"]["metrics"] or (key, value) in UNSCALED, (key, value)
+        if key in EVALUATED or place % 3 == 0:
+            try:
+                found = evaluated(source, tmp_path / "model")
+            except PolyfedError:
+                found = score
+            assert found["pooled"]["metrics"] == score["pooled"]["metrics"] or (key, value) in UNSCALED, (key, value)
         try:
             loaded = polyfed.load_model(tmp_path / "model").shared
         except PolyfedError:

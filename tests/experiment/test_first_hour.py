@@ -1,6 +1,7 @@
 """What the first run on one's own data says: whether to go on, what sets hold, who the clients are, what is wrong."""
 
 import io
+import json
 import re
 import warnings
 from pathlib import Path
@@ -113,6 +114,11 @@ def test_an_evaluation_tells_how_often_sets_hold_the_truth_of_new_rows(tmp_path:
     recipe = tmp_path / "run" / "recipe.toml"
     same = polyfed.evaluate(tmp_path / "model", recipe=recipe, data=tmp_path / "fresh.csv").content
     assert same["sets"] == told["sets"]
+    about = tmp_path / "model" / "model.json"
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"predictor": {"name": "theirs:Predictor"}}))
+    strange = polyfed.evaluate(tmp_path / "model", recipe=recipe, data=tmp_path / "fresh.csv").content
+    assert strange["pooled"]["metrics"] == told["pooled"]["metrics"], "the recipe's own classes computed the scores"
+    assert "theirs:Predictor" in strange["sets"]["refused"]
     (line,) = [line for line in notes(told) if line.startswith("prediction sets")]
     assert f"{100 * right:.1f} % of {len(fresh)} test rows" in line
     assert "sets" not in polyfed.evaluate(tmp_path / "run", rows="validation").content, "sets were calibrated on these"

@@ -19,7 +19,7 @@ from torch import Tensor
 from polyfed.algorithms.evaluate import SERVER, Evaluate
 from polyfed.core import keys
 from polyfed.core.batch import Batch
-from polyfed.core.errors import DataError, PolyfedWarning, RecipeError, command, did_you_mean
+from polyfed.core.errors import DataError, NotAllowed, PolyfedWarning, RecipeError, command, did_you_mean
 from polyfed.core.problems import Problems
 from polyfed.core.scaling import Scaling
 from polyfed.core.system.files import RECIPE, RESULT, read_notes, replace_text
@@ -40,7 +40,7 @@ from polyfed.experiment.recipes.defaults import scaled
 from polyfed.experiment.recipes.recipe import Recipe, recipe_of
 from polyfed.experiment.recipes.settings import StopSpec
 from polyfed.experiment.recipes.task_choice import prepared
-from polyfed.experiment.results.model_facts import sets_of
+from polyfed.experiment.results.model_facts import COVERAGE, sets_of
 from polyfed.experiment.results.run_result import load_run
 from polyfed.experiment.results.saved_model import facts_of_data, load_model
 from polyfed.experiment.running.assembly import Assembly, assemble
@@ -150,17 +150,18 @@ BESIDE_SITES = ("all", "pooled", SERVER)
 
 
 def _sets(model: str | Path, population: Population) -> dict[str, Any]:
-    """Return the entry `sets`: how often the sets of the global model hold the truth of these rows.
+    """Return the entry `sets`: how often the sets of the global model hold the truth of these rows, or why it has none.
 
     It is empty if the model has no counts for sets, and has `targets` too if it predicts numbers.
     """
     path = Path(model).expanduser()
-    if (path / DESCRIPTION).exists():
-        models = load_model(path)
-    elif (path / RESULT).exists():
-        models = load_run(path).models
-    else:  # a file of parameters
+    exported = (path / DESCRIPTION).exists()
+    if read_notes(path / (DESCRIPTION if exported else RESULT), lambda entry: entry).get("conformal") is None:
         return {}
+    try:
+        models = load_model(path) if exported else load_run(path).models
+    except NotAllowed as error:
+        return {"sets": {"coverage": COVERAGE, "refused": str(error)}}
     if models.shared is None or not len(population.test_rows):
         return {}
     sets = sets_of(models, population)
