@@ -89,12 +89,12 @@ def heard(federation: EdgeDevices) -> Iterator[list[list[Packet]]]:
         queue, deliver = hub.hub.queue, hub.hub.queue.deliver
 
         def delivered(
-            request: Any, kind: str = "part", queue: Any = queue, deliver: Any = deliver, own: Any = own
+            request: Any, kind: str, *carried: Any, queue: Any = queue, deliver: Any = deliver, own: Any = own
         ) -> bool:
             packet = unframed(queue.reply(request.id, kind).read_bytes())
             assert isinstance(packet, Packet)
             own.append(packet)
-            return bool(deliver(request, kind))
+            return bool(deliver(request, kind, *carried))
 
         queue.deliver = delivered  # type: ignore[method-assign]
     yield found
