@@ -259,6 +259,7 @@ def test_a_node_that_is_killed_within_a_round_of_sums_costs_a_repeat_of_its_clie
     assert all(row["missing"] == {} for row in run.rounds)
 
 
+@pytest.mark.slow
 def test_a_node_that_joins_gets_workers(nodes: Any) -> None:
     made = on_ray(replace(recipe(algorithm("scaffold"), engine="sequential"), rounds=2))
     parts = assemble(made)
@@ -439,6 +440,7 @@ def kill_one(name: str) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_study_on_nodes_has_the_table_of_one_machine_also_after_kills(nodes: Any, study: Path) -> None:
     here = polyfed.sweep(study, study.parent / "here", jobs=1)
     killed: list[bool] = []

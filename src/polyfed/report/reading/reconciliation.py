@@ -24,15 +24,13 @@ from polyfed.core.errors import DataError
 from polyfed.core.system.files import AUDIT, EGRESS
 from polyfed.core.system.json_and_toml import parse_json
 from polyfed.core.system.log_lines import escaped
+from polyfed.privacy.egress.audit_log.receipts import DRAWN
 from polyfed.privacy.egress.ledger import NO_RUN
 from polyfed.report.reading.run_folder import Folder
 
 WHAT = ("message", "field", "kind", "block", "destination", "dtype", "shape", "bytes", "sha256")
 """The keys of a row that describe the data that was sent. The other keys describe the time, the sender and the
 receiver."""
-
-DRAWN = (("PublicKeys", "keys"), ("EncryptedShares", "sealed"))
-"""Messages and fields that hold only random numbers, which a device draws anew for a repeated request."""
 
 MOST_DAMAGED = 5
 """The largest number of damaged lines of the ledger that are named. The other damaged lines are counted."""

@@ -1,8 +1,9 @@
 """What the ledger of one client in one run says, in a form that server and device sign alike.
 
 The ledger of a client is the set of its rows, in the order of their requests: a request that is sent again, and whose
-reply is the same bit for bit, adds nothing. So both sides come to the same root (`ClientLedger.root`), although one of
-them may have been killed and have repeated a part of the run.
+reply is the same bit for bit, adds nothing. A device draws keys and shares of secure aggregation anew for a repeated
+request, and only the last ones count, which the server uses. So both sides come to the same root (`ClientLedger.root`),
+although one of them may have been killed and have repeated a part of the run.
 
 A device signs a *receipt* with the key of its audit log: run, client, and the root over its own rows. It leaves out the
 requests that the server names as unanswered, because there the two sides may rightly differ: a request was lost on its
@@ -37,6 +38,9 @@ Place = tuple[int, int]
 
 APART = ("time", "previous", "device_seal")
 """The keys of a row that say when and by whom it was logged, and not what was sent."""
+
+DRAWN = (("PublicKeys", "keys"), ("EncryptedShares", "sealed"))
+"""Messages and fields that hold only random numbers, which a device draws anew for a repeated request."""
 
 RECEIPT = b"polyfed receipt 1\n"
 """What the signed text of a receipt begins with, so that no other signature of the key passes for one."""
@@ -140,7 +144,7 @@ def ledgers(rows: Iterable[Mapping[str, Any]], run: str) -> dict[int, ClientLedg
     Raises:
         ValueError: a row lacks its place, or it is no place.
     """
-    result, enrolled = dict[int, set[tuple[Place, bool, bytes]]](), list[Mapping[str, Any]]()
+    result, enrolled = dict[int, dict[bytes, tuple[Place, bool, bytes]]](), list[Mapping[str, Any]]()
     for row in rows:
         if "verdict" not in row:
             continue
@@ -150,16 +154,24 @@ def ledgers(rows: Iterable[Mapping[str, Any]], run: str) -> dict[int, ClientLedg
         for one in [*enrolled, row] if row.get("run") == run else ():
             if one["verdict"] == "allowed":
                 entry = _entry(one, run)
-                result.setdefault(int(one["client"]), set()).add(entry)
+                again = (one.get("message"), one.get("field")) in DRAWN
+                key = (
+                    _text({name: value for name, value in one.items() if name != "sha256"}, run) if again else entry[2]
+                )
+                result.setdefault(int(one["client"]), {})[key] = entry
         enrolled = []
-    return {client: ClientLedger(tuple(sorted(own))) for client, own in sorted(result.items())}
+    return {client: ClientLedger(tuple(sorted(own.values()))) for client, own in sorted(result.items())}
 
 
 def _entry(row: Mapping[str, Any], run: str) -> tuple[Place, bool, bytes]:
     if not all(type(row.get(name)) is int for name in ("client", "round", "ask", "bytes")):
         raise ValueError("a row has no client, round, ask or bytes")
-    text = canonical({key: value for key, value in row.items() if key not in APART} | {"run": run})
-    return (row["round"], row["ask"]), row.get("destination") != TO_CLIENT, text
+    return (row["round"], row["ask"]), row.get("destination") != TO_CLIENT, _text(row, run)
+
+
+def _text(row: Mapping[str, Any], run: str) -> bytes:
+    """Return what both sides sign about a row."""
+    return canonical({key: value for key, value in row.items() if key not in APART} | {"run": run})
 
 
 def start_of(path: Path, run: str) -> int:
