@@ -154,9 +154,7 @@ def predict(
     from polyfed.core.system.files import replace_text
     from polyfed.core.system.json_and_toml import to_json
     from polyfed.core.system.log_lines import escaped_lines
-    from polyfed.experiment.results.run_result import load_run
-    from polyfed.experiment.results.saved_model import load_model
-    from polyfed.experiment.running.warm_start import DESCRIPTION
+    from polyfed.experiment.results.run_result import load_models
 
     if out is not None and out.suffix not in (".csv", ".json"):
         raise RecipeError(f"--out {out}: must end in .csv or .json")
@@ -164,8 +162,7 @@ def predict(
     if frame is None:
         if only is not None:
             raise RecipeError(f"--only {only} chooses samples of a silo: give edge.toml in place of {file}")
-        models = load_model(model) if (model / DESCRIPTION).exists() else load_run(model).models
-        frame = models.predict_frame(file, client, coverage=coverage, partial=partial, ids=ids or ())
+        frame = load_models(model).predict_frame(file, client, coverage=coverage, partial=partial, ids=ids or ())
     if str(frame.columns[0]).partition(".")[0] == "prediction":  # nothing names the rows
         frame.insert(0, "row", range(len(frame)))
     lines = frame.astype(object).where(frame.notna(), None).to_dict("records")

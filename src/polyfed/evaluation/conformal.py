@@ -24,7 +24,7 @@ from polyfed.core.option_checks import NOT_NEGATIVE
 from polyfed.core.request import Accept
 from polyfed.core.tree import Tree
 from polyfed.evaluation.shrinkage import LEVELS, WIDTH, SizeCounts, expected_sizes, level_of, own_sizes
-from polyfed.evaluation.subsets import Which, named, subsets_of, with_all
+from polyfed.evaluation.subsets import Which, named, named_by_row, subsets_of, with_all
 from polyfed.federation.context import ClientContext
 from polyfed.federation.replies import Replies
 from polyfed.federation.secure_aggregation.sums import SummedReplies
@@ -510,8 +510,7 @@ def prediction_sets(
     Raises:
         RecipeError: a row has no modality, or there are too few calibration rows.
     """
-    table = torch.stack(list(used.values()), 1).tolist()
-    subsets = tuple("+".join(m for m, reads in zip(used, row, strict=True) if reads) for row in table)
+    subsets = tuple(named_by_row(used))
     if "" in subsets:
         raise RecipeError(f"row {subsets.index('')} of x has no modality that the model reads. Leave it out")
     n, predicted = len(subsets), predicted.detach().cpu().double()

@@ -105,6 +105,16 @@ def named(subset: Sequence[str]) -> str:
     return "+".join(subset)
 
 
+def named_by_row(used: Mapping[str, Tensor]) -> list[str]:
+    """Return the name of the subset that each row uses, "" for none.
+
+    Args:
+        used: modality -> which rows use it, bool (n,).
+    """
+    table = torch.stack(list(used.values()), 1).tolist() if used else []
+    return [named([m for m, reads in zip(used, row, strict=True) if reads]) for row in table]
+
+
 def summary(
     which: Which, modalities: Sequence[str], scores: Mapping[tuple[str, ...], float], *, rising: bool
 ) -> dict[str, float]:

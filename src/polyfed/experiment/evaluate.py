@@ -41,8 +41,8 @@ from polyfed.experiment.recipes.recipe import Recipe, recipe_of
 from polyfed.experiment.recipes.settings import StopSpec
 from polyfed.experiment.recipes.task_choice import prepared
 from polyfed.experiment.results.model_facts import COVERAGE, sets_of
-from polyfed.experiment.results.run_result import load_run
-from polyfed.experiment.results.saved_model import facts_of_data, load_model
+from polyfed.experiment.results.run_result import load_models
+from polyfed.experiment.results.saved_model import facts_of_data
 from polyfed.experiment.running.assembly import Assembly, assemble
 from polyfed.experiment.running.events import Emitter
 from polyfed.experiment.running.loop import execute
@@ -155,11 +155,11 @@ def _sets(model: str | Path, population: Population) -> dict[str, Any]:
     It is empty if the model has no counts for sets, and has `targets` too if it predicts numbers.
     """
     path = Path(model).expanduser()
-    exported = (path / DESCRIPTION).exists()
-    if read_notes(path / (DESCRIPTION if exported else RESULT), lambda entry: entry).get("conformal") is None:
+    about = path / (DESCRIPTION if (path / DESCRIPTION).exists() else RESULT)
+    if read_notes(about, lambda entry: entry).get("conformal") is None:
         return {}
     try:
-        models = load_model(path) if exported else load_run(path).models
+        models = load_models(path)
     except NotAllowed as error:
         return {"sets": {"coverage": COVERAGE, "refused": str(error)}}
     if models.shared is None or not len(population.test_rows):

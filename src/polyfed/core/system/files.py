@@ -69,10 +69,15 @@ def read_notes(path: Path, of: Callable[[Any], _V]) -> dict[str, _V]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file. Readers see either the old or the whole new text, even after a power failure."""
+    """Write a file as UTF-8; see `replace_bytes`."""
+    replace_bytes(path, text.encode("utf-8"))
+
+
+def replace_bytes(path: Path, content: bytes) -> None:
+    """Write a file. Readers see either the old or the whole new content, even after a power failure."""
     draft = path.with_name(f".{path.name}.draft")
-    with open(draft, "w", encoding="utf-8", opener=without_links) as file:
-        file.write(text)
+    with open(draft, "wb", opener=without_links) as file:
+        file.write(content)
     sync(draft)
     os.replace(draft, path)
     sync(path.parent)

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import tomli_w
-import torch
 from torch import Tensor
 
 from polyfed.algorithms.hfm.prediction import SiloAnswers, answered
@@ -28,6 +27,7 @@ from polyfed.deploy.edge.edge_file import EdgeConfig, edge_file
 from polyfed.deploy.edge.runtime import KNOWN, PATIENCE, AtWork, devices_of, met
 from polyfed.deploy.server.hosting import serves
 from polyfed.engines.protocol import Patience, RequestId, sign_packet
+from polyfed.evaluation.subsets import named_by_row
 from polyfed.experiment.evaluate import trained_facts
 from polyfed.experiment.recipes.parts import build
 from polyfed.experiment.recipes.recipe import Recipe
@@ -75,11 +75,9 @@ def predict_at_edge(file: Path, model: Path, only_ids: Path | None = None) -> di
             recipe = recipe_on(edge.node, app / RECIPE)
             found = _answers(edge, recipe, app, known["facts"], wanted)
     _refuse_unknown(found, texts)
-    held = torch.stack(list(found.present.values()), 1).tolist() if found.present else []
-    used = ["+".join(m for m, there in zip(found.present, row, strict=True) if there) for row in held]
     names = trained_facts(model).names
     columns: dict[str, list[Any]] = {"id": [texts.get(one, one) for one in found.ids.tolist()]}
-    return columns | task_of(recipe).answers(found.predicted, names) | {"used": used}
+    return columns | task_of(recipe).answers(found.predicted, names) | {"used": named_by_row(found.present)}
 
 
 def _wanted(path: Path) -> tuple[Tensor, dict[int, str]]:

@@ -50,7 +50,7 @@ def check_tables(check: CheckResult) -> Group:
         Text(head, "bold"),
         Text(rows),
         Text(_task(check.facts["task"])),
-        *([_about(check.guesses)] if check.guesses else []),
+        *([_sentences("About the data", check.guesses)] if check.guesses else []),
         _clients(check.facts),
         *_each_client(check.facts),
         *_missing_rows(check.facts),
@@ -79,26 +79,20 @@ def _privacy(check: CheckResult) -> Iterator[Group]:
 def _node_needs(check: CheckResult) -> Iterator[Group]:
     """What each node of a cluster needs, if the recipe names one."""
     if check.node_needs:
-        table = plain_table("", left=1)
-        for need in check.node_needs:
-            table.add_row(Text(need))
-        yield titled("Each node of the cluster needs", table)
+        yield _sentences("Each node of the cluster needs", check.node_needs)
 
 
 def _links(check: CheckResult) -> Iterator[Group]:
     """By which rates the server of a deployment schedules."""
     if check.links:
-        table = plain_table("", left=1)
-        for text in check.links:
-            table.add_row(Text(text))
-        yield titled("Measured links", table)
+        yield _sentences("Measured links", check.links)
 
 
-def _about(guesses: Sequence[str]) -> Group:
+def _sentences(title: str, sentences: Sequence[str]) -> Group:
     table = plain_table("", left=1)
-    for guess in guesses:
-        table.add_row(Text(guess))
-    return titled("About the data", table)
+    for sentence in sentences:
+        table.add_row(Text(sentence))
+    return titled(title, table)
 
 
 def _clients(facts: dict[str, Any]) -> Group:

@@ -23,6 +23,7 @@ from polyfed.data.sources.own.new_rows import NewRows, RowForm, new_rows, rows_o
 from polyfed.evaluation.conformal import Conformal, PredictionSets, counts_shape, prediction_sets, sizes_shape
 from polyfed.evaluation.predictions import predict, used
 from polyfed.evaluation.scores import Predictor
+from polyfed.evaluation.subsets import named_by_row
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.model import Model, ModelSpec
 from polyfed.model.plain_module import PlainModule
@@ -499,14 +500,13 @@ def answers(
     """
     import pandas as pd  # imported here, because the import takes half a second
 
-    table = torch.stack(list(used.values()), 1).cpu()
-    known = table.any(1)
+    known = torch.stack(list(used.values()), 1).cpu().any(1)
     predicted = models.predict(x, client, present=present).cpu()
     found: dict[str, Any] = {} if ids is None else {name: ids[name].tolist() for name in ids.columns}
     found |= models.task.answers(predicted, models.class_names)
     if coverage is not None:
         found |= _sets(models, x, present, client, coverage, known)
-    found["used"] = ["+".join(m for m, reads in zip(used, row, strict=True) if reads) for row in table.tolist()]
+    found["used"] = named_by_row(used)
     frame = pd.DataFrame(found, index=None if ids is None else ids.index)
     if not bool(known.all()):
         warn(

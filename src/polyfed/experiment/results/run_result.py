@@ -28,12 +28,12 @@ from polyfed.experiment.recipes.task_choice import task_of
 from polyfed.experiment.results.display import clients_frame, metrics_frame, run_html
 from polyfed.experiment.results.models import ClientModalities, Models, Personal, read_conformal
 from polyfed.experiment.results.records import Records
-from polyfed.experiment.results.saved_model import save
+from polyfed.experiment.results.saved_model import load_model, save
 from polyfed.experiment.running.assembly import model_of
 from polyfed.experiment.running.checkpoint import RESTORE
 from polyfed.experiment.running.constants import constant_facts, refuse_changes
 from polyfed.experiment.running.run_state import kept_best, load_content
-from polyfed.experiment.running.warm_start import given_of, warmed
+from polyfed.experiment.running.warm_start import DESCRIPTION, given_of, warmed
 from polyfed.federation.client_registry import ClientRegistry
 from polyfed.federation.context import ClientContext
 from polyfed.federation.federation import Federation
@@ -307,6 +307,11 @@ class _NoClients:
         raise RecipeError(
             f"{request.name} was asked after the run: client_model and global_params must not ask clients"
         )
+
+
+def load_models(folder: Path) -> Models:
+    """Load the models of a run or of an exported folder; see `load_run` and `load_model`."""
+    return load_model(folder) if (folder / DESCRIPTION).exists() else load_run(folder).models
 
 
 def load_run(folder: str | Path) -> Run:

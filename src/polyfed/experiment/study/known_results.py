@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, with_config
 from typing_extensions import TypedDict
 
 from polyfed.core.errors import DataError
-from polyfed.core.system.files import RECIPE, RESULT, ROUNDS, STUDY, replace_text
+from polyfed.core.system.files import RECIPE, RESULT, ROUNDS, STUDY, replace_bytes, replace_text
 from polyfed.core.system.json_and_toml import parse_json
 from polyfed.experiment.study.board import FAILURES, Entry
 from polyfed.experiment.study.plan import quiet
@@ -97,9 +97,7 @@ def write_known(folder: Path, file: Path) -> int:
     ordered = sorted(rows.values(), key=lambda row: (row["scenario"], row["method"], row["tuning"], row["run"]))
     text = "".join(json.dumps(row, separators=(",", ":"), sort_keys=True) + "\n" for row in ordered)
     file.parent.mkdir(parents=True, exist_ok=True)
-    made = file.with_name(f".{file.name}")
-    made.write_bytes(gzip.compress(text.encode(), 9, mtime=0))
-    made.replace(file)
+    replace_bytes(file, gzip.compress(text.encode(), 9, mtime=0))
     return len(rows)
 
 
