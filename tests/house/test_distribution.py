@@ -1,6 +1,7 @@
 """What `pip install polyfed` brings: every package that the source imports, and nothing else."""
 
 import ast
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -69,6 +70,34 @@ def test_a_plain_install_brings_only_what_is_imported() -> None:
 
 def test_the_extra_of_flower_brings_what_its_engine_imports() -> None:
     assert set(imported(FLOWER)) <= declared() | EXTRAS["flower"]
+
+
+RECIPE = ROOT / "recipes" / "cmsfed-cg-digits.toml"
+
+WITHOUT_EXTRAS = """
+import sys
+
+class Absent:
+    def find_spec(self, name, *others):
+        if name.partition(".")[0] in {absent}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Absent())
+from polyfed.cli import main
+main({words})
+"""
+
+
+@pytest.mark.parametrize("words", [["--version"], ["recipes"], ["check", str(RECIPE)]], ids=lambda words: words[0])
+def test_a_plain_install_runs_without_the_packages_of_extras(words: list[str], tmp_path: Path) -> None:
+    extras = set().union(*EXTRAS.values()) - declared()
+    absent = {
+        module for module, names in packages_distributions().items() if {*map(canonicalize_name, names)} <= extras
+    }
+    assert {"cryptography", "optuna", "starlette"} <= absent
+    script = WITHOUT_EXTRAS.format(absent=absent, words=words)
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
 
 
 @pytest.mark.parametrize("extra", EXTRAS)

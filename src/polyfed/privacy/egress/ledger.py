@@ -19,6 +19,9 @@ TO_CLIENT = "client"
 NO_RUN = ""
 """The name of the run in the rows of an enrolment, because a device does not know it before the first request."""
 
+DRAWN = (("PublicKeys", "keys"), ("EncryptedShares", "sealed"))
+"""Messages and fields that hold only random numbers, which a device draws anew for a repeated request."""
+
 
 @dataclass(frozen=True)
 class Entry:

@@ -24,8 +24,7 @@ from polyfed.core.errors import DataError
 from polyfed.core.system.files import AUDIT, EGRESS
 from polyfed.core.system.json_and_toml import parse_json
 from polyfed.core.system.log_lines import escaped
-from polyfed.privacy.egress.audit_log.receipts import DRAWN
-from polyfed.privacy.egress.ledger import NO_RUN
+from polyfed.privacy.egress.ledger import DRAWN, NO_RUN
 from polyfed.report.reading.run_folder import Folder
 
 WHAT = ("message", "field", "kind", "block", "destination", "dtype", "shape", "bytes", "sha256")

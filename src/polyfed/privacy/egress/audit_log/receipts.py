@@ -31,16 +31,13 @@ from polyfed.privacy.egress.audit_log import merkle
 from polyfed.privacy.egress.audit_log.keys import canonical, key_text, signed, tie_in
 from polyfed.privacy.egress.audit_log.log import AuditLog
 from polyfed.privacy.egress.audit_log.verification import verify
-from polyfed.privacy.egress.ledger import NO_RUN, TO_CLIENT
+from polyfed.privacy.egress.ledger import DRAWN, NO_RUN, TO_CLIENT
 
 Place = tuple[int, int]
 """(round, number of the request in the round)"""
 
 APART = ("time", "previous", "device_seal")
 """The keys of a row that say when and by whom it was logged, and not what was sent."""
-
-DRAWN = (("PublicKeys", "keys"), ("EncryptedShares", "sealed"))
-"""Messages and fields that hold only random numbers, which a device draws anew for a repeated request."""
 
 RECEIPT = b"polyfed receipt 1\n"
 """What the signed text of a receipt begins with, so that no other signature of the key passes for one."""
