@@ -29,6 +29,7 @@ from polyfed.deploy.processes import free_ports
 from polyfed.engines.protocol import Patience
 from polyfed.engines.queued import QueueTransport
 from polyfed.federation.wire.wire_format import Packet
+from polyfed.transport.logins import Keys
 from polyfed.transport.queue import Queue
 
 DEMO = Path(__file__).resolve().parents[1] / "recipes" / "federation-demo.toml"
@@ -37,6 +38,9 @@ LIMIT = 2**31
 
 BODY = 36_000
 """Size in bytes of the message of an echo, as a model of 9,000 parameters."""
+
+FLEETS, IDLE = (3, 200, 1000), 60.0
+"""Numbers of devices of `fleet`, and for how many seconds they only wait."""
 
 AGENT = """
 import os, sys
@@ -154,6 +158,36 @@ def echoes(folder: Path) -> None:
         say(f"one request to {count} devices of one process, s", [servers.asked(count) for _ in range(5)])
         say("processor time of the server, ms a device and request", [1000 * (servers.seconds() - before) / 5 / count])
         servers.stop()
+
+
+def fleet(folder: Path) -> None:
+    """Measure what each further device costs the server: its processor time, memory and files."""
+    for count in FLEETS:
+        servers = Servers(folder / f"fleet-{count}", [count])
+        process = psutil.Process(servers.processes[0].pid)
+        say(f"{count} devices: processor time of the server until all have logged in, s", [servers.seconds()])
+        say("memory of the server, MB", [servers.memory()[0]])
+        say("open files of the server", [process.num_fds()])
+        before, begun = servers.seconds(), time.monotonic()
+        time.sleep(IDLE)
+        idle = (servers.seconds() - before) / (time.monotonic() - begun) / count
+        say("processor time of the server while nobody asks, ms a device and minute", [60_000 * idle])
+        servers.asked(count)
+        before = servers.seconds()
+        say(f"one request to {count} devices, s", [servers.asked(count) for _ in range(3)])
+        say("processor time of the server, ms a device and request", [1000 * (servers.seconds() - before) / 3 / count])
+        say("memory of the server afterwards, MB", [servers.memory()[0]])
+        keys = Keys(servers.credentials)
+        say("reading all keys, s", [_seconds(keys.look)])
+        say("looking for new keys, s", [_seconds(keys.look) for _ in range(5)])
+        servers.stop()
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """Return the processor time of this process that a call takes."""
+    begun = time.process_time()
+    work()
+    return time.process_time() - begun
 
 
 def large(folder: Path) -> None:
@@ -297,11 +331,11 @@ def main() -> None:
     """Run the parts that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--server", default="none", help="the server's optimiser in `training`, such as avgm")
-    parser.add_argument("part", nargs="?", choices=["echoes", "large", "training", "federations"])
+    parser.add_argument("part", nargs="?", choices=["echoes", "fleet", "large", "training", "federations"])
     part, optimiser = parser.parse_args().part, parser.parse_args().server
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        for measure in (echoes, large, partial(training, optimiser=optimiser), federations):
+        for measure in (echoes, fleet, large, partial(training, optimiser=optimiser), federations):
             if part in (None, getattr(measure, "__name__", "training")):
                 measure(Path(folder))
 

@@ -74,7 +74,7 @@ def test_every_wrong_value_of_a_description_ends_in_words_or_changes_nothing(
     assert params is not None
     for place, value in enumerate(VALUES, KEYS.index(key)):
         (tmp_path / "model" / "model.json").write_text(json.dumps(honest | {key: value}))
-        if key in EVALUATED or place % 3 == 0:
+        if key in EVALUATED or place % 9 == 0:
             try:
                 found = evaluated(source, tmp_path / "model")
             except PolyfedError:

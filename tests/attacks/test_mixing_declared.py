@@ -26,6 +26,7 @@ from polyfed.privacy.differential.section import Privacy
 from polyfed.privacy.egress.mixing import Mixing, mixing
 from polyfed.selection import Uniform
 from polyfed.training.optimisers import Train
+from sampled import in_turns, one_in
 from world import algorithm, through
 
 pytestmark = pytest.mark.filterwarnings("ignore::polyfed.core.errors.PolyfedWarning")
@@ -161,7 +162,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("fusion", "head", "encoder"), CASES)
+@pytest.mark.parametrize(("fusion", "head", "encoder"), one_in(3, CASES))
 def test_a_fusion_mixes_exactly_if_training_shows_it(fusion: str, head: tuple[int, ...], encoder: str) -> None:
     recipe = made(fusion, head, encoder)
     said = answer(assemble(recipe))
@@ -187,8 +188,7 @@ def test_these_methods_say_that_they_keep_modalities_apart_and_the_others_say_wh
     assert all("mixing" in vars(cls) for cls in ALGORITHMS.values())
 
 
-@pytest.mark.parametrize("encoder", ["mlp", "normed"])
-@pytest.mark.parametrize("method", sorted(DECLARED - {"local"}))
+@pytest.mark.parametrize(("method", "encoder"), in_turns(sorted(DECLARED - {"local"}), ["normed", "mlp"]))
 def test_a_method_that_keeps_modalities_apart_trains_each_block_without_the_other(method: str, encoder: str) -> None:
     if method == "fedbn" and encoder != "normed":
         pytest.skip("it refuses encoders without a norm")

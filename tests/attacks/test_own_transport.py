@@ -1116,6 +1116,48 @@ def test_a_port_that_cannot_be_opened_ends_the_server_with_a_sentence(federation
         hosting._add_monitors(federation.server, ports, tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["silent", "cut"])
+def test_a_device_whose_login_meets_a_dead_line_logs_in_later(
+    federation: Federation, monkeypatch: Any, kind: str
+) -> None:
+    """As when a thousand devices log in at once: a line was opened and answered, and the next one is not."""
+    name, device, opened = federation.asked(), federation.device(0), connection.https_to
+    lines = iter([opened, *([unanswered if kind == "silent" else cut(opened)] * 2)])
+    monkeypatch.setattr(connection, "https_to", lambda *given: next(lines, opened)(*given))
+    monkeypatch.setattr(connection, "FIRST_PAUSE", 0.01)
+    told = device.next()
+    assert told is not None
+    assert Offer.read(told).id == name
+    assert next(lines, None) is None, "both dead lines were met"
+
+
+def unanswered(*given: Any) -> http.client.HTTPSConnection:
+    """A line on which nobody answers."""
+    made = http.client.HTTPSConnection("x")
+
+    def connect() -> None:
+        raise TimeoutError("timed out")
+
+    made.connect = connect  # type: ignore[method-assign]
+    return made
+
+
+def cut(opened: Callable[..., http.client.HTTPSConnection]) -> Callable[..., http.client.HTTPSConnection]:
+    """A line that the server ends instead of an answer, as of the oldest of too many strangers."""
+
+    def line(*given: Any) -> http.client.HTTPSConnection:
+        made = opened(*given)
+
+        def answered() -> Any:
+            made.close()  # as http.client does
+            raise http.client.RemoteDisconnected("no answer")
+
+        made.getresponse = answered  # type: ignore[method-assign]
+        return made
+
+    return line
+
+
 def test_the_health_of_a_device_is_its_contact_with_the_server(federation: Federation, tmp_path: Path) -> None:
     """In the process of `polyfed device`, which starts before its server."""
     pytest.importorskip("prometheus_client")

@@ -25,11 +25,12 @@ from polyfed.algorithms.averaging import Averaging
 from polyfed.algorithms.base import Broadcast
 from polyfed.algorithms.knowledge.fedproto import Learned, Shared
 from polyfed.core.batch import Batch
-from polyfed.core.errors import CheckpointError, EgressError, RecipeError
+from polyfed.core.errors import CheckpointError, DataError, EgressError, RecipeError
 from polyfed.core.messages import Message, carries, message
 from polyfed.core.registry import Allowance, only
 from polyfed.core.tasks import tasks_of, types_of
 from polyfed.core.tree import SHARED, Tree, digest
+from polyfed.data import Column, Columns
 from polyfed.data.row_groups import device_groups
 from polyfed.deploy.device.memory import privacy_budget as budget
 from polyfed.deploy.device.memory.request_limits import admit_today
@@ -681,3 +682,18 @@ def test_two_jobs_with_other_groups_tell_no_group_of_few_rows(tmp_path: Path) ->
     with only(Allowance(groups=("ward",))):
         codes = device_groups(str(path), {"ward": ["A", "B"]}, 45)
     assert shown_columns(codes, y, 10)["ward"][:2].tolist() == [True, False]
+
+
+def test_a_regression_of_class_numbers_tells_of_a_class_that_is_hidden_but_not_of_words() -> None:
+    """What docs/evaluate.md says is not prevented: the sums of one row in class 4; and that words are refused."""
+    label = torch.tensor([0] * 30 + [1] * 30 + [4])
+    assert not bool(CLASSES.visible(label, 10)[0][label == 4].any())
+    columns = Columns(
+        "rows", {"a": Column(torch.zeros(61, 1))}, label, 5, torch.zeros(61, dtype=torch.int8), torch.arange(61)
+    )
+    targets = Regression().prepared(columns).label
+    shown = Regression().visible(targets, 10)[1]
+    sums = Regression().site_sums(torch.zeros(61, 1), Batch({}, shown, torch.arange(61)))
+    assert {61, 30 + 4, 30 + 16} <= set(sums.tolist()), "rows, their sum, and the sum of their squares"
+    with refuses(DataError, "regression' needs numbers"):
+        Regression().prepared(replace(columns, class_names=tuple("abcde")))

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from polyfed.cli import main
-from polyfed.cli.application import app
+from polyfed.cli.application import app, typed_options
 from polyfed.core.errors import command
 
 SOURCES = Path(__file__).parents[2] / "src" / "polyfed"
@@ -96,3 +98,17 @@ def test_printed_commands_run_with_a_path_that_has_blanks(tmp_path: Path, call: 
 def test_the_words_of_a_command_survive_a_shell() -> None:
     words = ["run", "my recipe.toml", "--set", 'data.path="a b"', "it's"]
     assert shlex.split(command(*words)) == ["polyfed", *words]
+
+
+def test_a_command_is_printed_as_it_was_typed() -> None:
+    verbs, typed = typer.Typer(), []
+
+    @verbs.command()
+    def verb(
+        context: typer.Context, minutes: float = 30.0, quiet: bool = True, again: bool = False, name: str = ""
+    ) -> None:
+        typed.append([word for words in typed_options(context) for word in words])
+
+    for words in (["--minutes", "0"], ["--minutes", "0.25", "--no-quiet"], ["--again", "--name", "lr=1.0"], []):
+        assert CliRunner().invoke(verbs, words).exit_code == 0
+        assert typed.pop() == words

@@ -1,5 +1,6 @@
 """`split_personal` of a table, a frame and arrays keeps overlapping windows apart, and `polyfed init` uses it."""
 
+import dataclasses
 import re
 import shlex
 import shutil
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 from polyfed.cli import main
 from polyfed.core.errors import DataError, RecipeError
@@ -232,3 +234,20 @@ def test_init_writes_blocks_as_it_advises(marked: pd.DataFrame, capsys: pytest.C
 def test_the_recipe_of_windows_holds_out_blocks() -> None:
     made = load_recipe(Path(__file__).parents[2] / "recipes/fedproto-ucihar.toml")
     assert made.clients.row_split == "blocks"
+
+
+def test_a_block_beside_test_rows_that_the_data_marks_leaves_out_none_of_them(table: Any) -> None:
+    columns = table()
+    marks = torch.zeros(len(columns), dtype=torch.int8)
+    client = columns.client.cpu()
+    for number in client.unique():  # the last rows of each client are its test rows
+        marks[(client == number).nonzero()[-3:, 0]] = 1
+    columns = dataclasses.replace(columns, split_personal=marks, split=torch.zeros_like(columns.split))
+    spec = ClientsSpec(partition="by-client", personal_test="split_personal", validation=0.2, row_split="blocks")
+    people = populate(columns, spec, 1)
+    assert people.test is not None
+    assert people.test.rows.sort().values.tolist() == (marks == 1).nonzero()[:, 0].tolist()
+    held = people.validation_rows.numpy()
+    assert len(held)
+    assert beside(columns, np.unique(people.train.rows.numpy()), held, 1) == 0
+    assert beside(columns, people.test.rows.numpy(), held, 1) == 0

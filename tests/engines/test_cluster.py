@@ -323,6 +323,36 @@ def test_a_node_that_cannot_read_the_shared_folder_is_named_before_the_first_rou
     assert list((tmp_path / "shared").iterdir()) == []
 
 
+def test_what_another_user_can_change_in_a_shared_folder_is_not_used(tmp_path: Path) -> None:
+    """Neither a link nor a file of another user, though both hold the right bytes now; the folder is of this user."""
+    shared, tensor = node_arrays.SharedFolder(tmp_path / "shared"), torch.arange(node_arrays.LARGE // 4)
+    path = Path(str(shared.content_of(tensor)[0]))
+    assert (tmp_path / "shared").stat().st_mode & 0o77 == 0
+    path.rename(tmp_path / "elsewhere.npy")
+    path.symlink_to(tmp_path / "elsewhere.npy")
+    content = shared.content_of(tensor)
+    assert not path.is_symlink()
+    np.save(tmp_path / "elsewhere.npy", np.zeros(1))
+    assert torch.equal(node_arrays.tensor_of(content), tensor)
+    if os.geteuid() == 0:  # only root can give a file away
+        os.chown(path, 65534, -1)
+        shared.content_of(tensor)
+        assert path.stat().st_uid == 0
+
+
+def test_a_shared_folder_in_which_every_user_can_write_is_refused(tmp_path: Path) -> None:
+    shared = node_arrays.SharedFolder(tmp_path)
+    for mode in (0o777, 0o1777):
+        tmp_path.chmod(mode)
+        with refuses(RecipeError, "engine.shared_folder: every user"), shared.probe():
+            pass
+        with refuses(RecipeError, "engine.shared_folder: every user"):
+            shared.content_of(torch.zeros(node_arrays.LARGE))
+    tmp_path.chmod(0o775)
+    with shared.probe() as path:
+        assert path.is_file()
+
+
 def test_a_shared_folder_that_cannot_be_written_is_refused(nodes: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with refuses(RecipeError, "engine.shared_folder: cannot write"):

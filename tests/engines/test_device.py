@@ -31,6 +31,7 @@ from polyfed.training.losses import cross_entropy
 from polyfed.training.optimisers import Train
 from polyfed.training.programs.rewrite import rewrite
 from refusals import refuses
+from sampled import one_in
 from world import AWKWARD, FROZEN, WHOLE, losing
 
 THREE = torch.tensor([1.0, 2.0, 3.0])
@@ -72,7 +73,7 @@ def no_reports() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore:.*measures nothing")  # devices of silos have no test rows of their own
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", one_in(3, NAMES))
 def test_a_run_that_is_resumed_elsewhere_equals_the_one_on_the_cpu(name: str, tmp_path: Path) -> None:
     made = small(name)
     here = resumed(made, 2, 3, tmp_path / "here")
@@ -88,7 +89,7 @@ def here(name: str, engine: Any) -> tuple[Recipe, str]:
 
 
 @pytest.mark.filterwarnings("ignore:.*measures nothing")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", one_in(3, NAMES, 1))
 def test_a_vectorised_run_elsewhere_equals_the_one_on_the_cpu(name: str) -> None:
     made, expected = here(name, "vectorised")
     with elsewhere():
@@ -137,7 +138,7 @@ FEATURES = [
 
 
 @pytest.mark.filterwarnings("ignore:.*measures nothing")
-@pytest.mark.parametrize(("name", "engine", "memory"), FEATURES)
+@pytest.mark.parametrize(("name", "engine", "memory"), one_in(3, FEATURES))
 def test_a_run_whose_features_do_not_fit_the_device_equals_the_one_on_the_cpu(
     name: str, engine: Any, memory: Any
 ) -> None:

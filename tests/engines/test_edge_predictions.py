@@ -14,7 +14,7 @@ pytest.importorskip("uvicorn", reason="the extra polyfed[server] is not installe
 
 import polyfed
 from engines.edge_devices import EdgeDevices, edge_devices
-from engines.test_edges import CANARY, EDGES, TWICE, heard, with_canaries
+from engines.test_edges import CANARY, EDGES, TWICE, ended, heard
 from polyfed.cli import main
 from polyfed.core.errors import DataError, RecipeError, TooFewReplies, TransportError
 from polyfed.core.system.files import AUDIT
@@ -51,10 +51,7 @@ def expected(run: Path, places: list[Path]) -> dict[int, list[float]]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EdgeDevices]:
-    """A federation whose run has ended; its processes go on."""
-    with edge_devices(tmp_path_factory.mktemp("trained"), TWICE) as federation:
-        with_canaries(federation)
-        federation.run()
+    with ended(tmp_path_factory.mktemp("trained"), TWICE) as federation:
         yield federation
 
 
@@ -144,9 +141,10 @@ def test_without_one_of_its_devices_a_silo_gets_no_answer(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(2400)
 def test_real_processes_predict_after_their_run(tmp_path: Path) -> None:
-    (tmp_path / "recipe.toml").write_text(EDGES)
+    patient = EDGES.replace("enrol_seconds = 120.0", "enrol_seconds = 900.0")  # a busy machine starts processes slowly
+    (tmp_path / "recipe.toml").write_text(patient)
     with LocalFederation(tmp_path / "recipe.toml", tmp_path / "fed") as federation:
         federation.start()
         out = run_here(federation.app, federation.credentials, {})

@@ -109,6 +109,15 @@ def with_canaries(federation: EdgeDevices) -> None:
         np.savez(place / "data.npz", **kept)
 
 
+@contextmanager
+def ended(folder: Path, recipe: str) -> Iterator[EdgeDevices]:
+    """A federation with canaries whose run has ended; its processes go on."""
+    with edge_devices(folder, recipe) as federation:
+        with_canaries(federation)
+        federation.run()
+        yield federation
+
+
 def parts(packets: list[Packet]) -> Iterator[tuple[str, str, bytes]]:
     """Kind, field and bytes of each tensor of device replies."""
     for packet in packets:
@@ -119,25 +128,37 @@ def parts(packets: list[Packet]) -> Iterator[tuple[str, str, bytes]]:
             at += size
 
 
+def forwarded(server: list[Packet]) -> list[dict[str, Any]]:
+    """The replies of devices that edges pass on to the server."""
+    return [one for packet in server for asked in packet.header.get("asked", []) for one in asked["replies"].values()]
+
+
+def said_and_written(server: list[Packet], run: Path) -> bytes:
+    """What the server hears, and the files that it writes."""
+    said = b"".join(json.dumps(packet.header).encode() + bytes(packet.body) for packet in server)
+    return said + b"".join(path.read_bytes() for path in run.rglob("*") if path.is_file())
+
+
+IDS = [CANARY + n for n in range(120)]
+
+
+def expect_no_embedding_or_id(written: bytes, edges: list[list[Packet]]) -> None:
+    secret = [body for own in edges for kind, _, body in parts(own) if kind in ("embeddings", "ids")]
+    assert len(secret) == 8, "ids and embeddings of four devices"
+    for body in secret:
+        assert not any(body[at : at + 8] in written for at in range(0, len(body) - 7, 8)), "8 bytes of an embedding"
+    assert not any(str(n).encode() in written or n.to_bytes(8, "little") in written for n in IDS)
+
+
 def test_the_server_hears_no_embedding_id_or_label_and_an_edge_no_row(tmp_path: Path) -> None:
     with edge_devices(tmp_path, EDGES) as federation, heard(federation) as (server, *edges):
         with_canaries(federation)
         federation.run()
         run = federation.app / "run"
-    said = b"".join(json.dumps(packet.header).encode() + packet.body for packet in server)
-    forwarded = [
-        one for packet in server for asked in packet.header.get("asked", []) for one in asked["replies"].values()
-    ]
-    assert {kind for one in forwarded for kind in one["kinds"].values()} == {"parameters", "statistic"}
-    written = said + b"".join(path.read_bytes() for path in run.rglob("*") if path.is_file())
-    secret = [body for own in edges for kind, _, body in parts(own) if kind in ("embeddings", "ids")]
-    assert len(secret) == 8, "ids and embeddings of four devices"
-    for body in secret:
-        assert not any(body[at : at + 8] in written for at in range(0, len(body) - 7, 8)), "8 bytes of an embedding"
-    ids = [CANARY + n for n in range(120)]
-    assert not any(str(n).encode() in written or n.to_bytes(8, "little") in written for n in ids)
+    assert {kind for one in forwarded(server) for kind in one["kinds"].values()} == {"parameters", "statistic"}
+    expect_no_embedding_or_id(said_and_written(server, run), edges)
     at_edges = b"".join(json.dumps(packet.header).encode() + packet.body for own in edges for packet in own)
-    assert any(n.to_bytes(8, "little") in at_edges for n in ids), "the canaries are in the data"
+    assert any(n.to_bytes(8, "little") in at_edges for n in IDS), "the canaries are in the data"
     for place in federation.places:
         with np.load(place / "data.npz") as arrays:
             for name in {"a", "b"} & {*arrays.files}:

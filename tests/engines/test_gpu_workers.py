@@ -23,6 +23,7 @@ from polyfed.experiment.recipes.recipe import EngineSpec, Recipe
 from polyfed.experiment.running.assembly import assemble
 from polyfed.start import run
 from refusals import refuses
+from sampled import in_turns
 from world import AWKWARD, FROZEN, algorithm, played, recipe, same, through
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="worker processes need Linux")
@@ -34,11 +35,14 @@ def on_gpus(made: Recipe, workers: int = 2) -> Recipe:
     return replace(made, engine=replace(made.engine, workers=workers))
 
 
-@pytest.mark.parametrize("encoders", [AWKWARD, FROZEN], ids=["batchnorm+dropout", "frozen"])
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
-@pytest.mark.parametrize("name", sorted(ROWS))
-def test_several_gpus_give_the_bits_of_one(name: str, engine: str, encoders: Any) -> None:
-    made = replace(world(name, engine, encoders), rounds=2)
+ENCODERS = {"batchnorm+dropout": AWKWARD, "frozen": FROZEN}
+
+
+@pytest.mark.parametrize(
+    ("name", "engine", "encoders"), in_turns(sorted(ROWS), ["sequential", "vectorised"], [*ENCODERS])
+)
+def test_several_gpus_give_the_bits_of_one(name: str, engine: str, encoders: str) -> None:
+    made = replace(world(name, engine, ENCODERS[encoders]), rounds=2)
     made = replace(made, engine=replace(made.engine, stack=2))  # by default, every GPU gets a stack
     with elsewhere():
         one, state, ledger = played(made)

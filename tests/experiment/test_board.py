@@ -137,6 +137,16 @@ def _set(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
     return edit
 
 
+def _choose(role: str, key: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    """Write a setting beside the recipe, as if a search had chosen it."""
+
+    def edit(entry: dict[str, Any]) -> None:
+        for one in entry[role]["runs"]:
+            one["chosen"] = {key: value}
+
+    return edit
+
+
 RULES: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
     ("a control with fewer trials", lambda e: _searched(e, {"method": 3, "control": 2, "placebo": 3}), "budget"),
     ("not the best setting", lambda e: _searched(e, dict.fromkeys(("method", "control", "placebo"), 3), 0.05), "best"),
@@ -155,6 +165,16 @@ RULES: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
     ("a graphics card", _set("method.recipe.engine.device", "cuda"), "threads"),
     ("processes", _set("method.recipe.engine.name", "flower"), "vectorised"),
     ("names of Markdown", _set("method.name", "a](http://x)|<b>"), "letters"),
+    ("more rounds than the control, as a setting", _choose("method", "rounds", 9), "rounds than"),
+    ("a path as a setting", _choose("control", "data.path", "/etc/passwd"), "is a path"),
+    ("a whole section as a setting", _choose("control", "data", {"path": "/etc/passwd"}), "is a path"),
+    ("another model as a setting", _choose("method", "model.init", "/root/model"), "another model"),
+    ("a tracker as a setting", _choose("placebo", "tracking", {"name": "wandb"}), "tracking"),
+    ("a graphics card as a setting", _choose("control", "engine.device", "cuda"), "threads"),
+    ("another algorithm as a setting", _choose("method", "algorithm.name", "fedprox"), "choose the algorithm"),
+    ("a private control as a setting", _choose("control", "algorithm.private", ["head"]), "plain fedavg"),
+    ("a placebo that is the method, as a setting", _choose("placebo", "algorithm.placebo", "none"), "another value"),
+    ("a setting inside of a value", _choose("method", "rounds.more", 1), "is a value"),
     ("a section that is none", _set("control.recipe.algorithm", 3), "section"),
 ]
 
@@ -166,6 +186,34 @@ def test_rules(tmp_path: Path, made: dict[str, Any], edit: Callable[[dict[str, A
     edit(entry)
     with refuses(DataError, said):
         verify_entry(written(tmp_path, entry))
+
+
+def test_a_number_under_a_dotted_name_hides_no_other(tmp_path: Path, made: dict[str, Any]) -> None:
+    """`metrics.global.accuracy` in one key is not the accuracy of the page, and does not stand for it."""
+    entry = copy.deepcopy(made)
+    for one in entry["method"]["runs"]:
+        scores = one["result"]["metrics"]["global"]
+        one["result"]["metrics.global.accuracy"] = scores["accuracy"]
+        scores["accuracy"] = 0.999
+    faults = verify_entry(written(tmp_path, entry)).faults
+    assert sum("0.999 in the file" in fault for fault in faults) == 3
+
+
+def test_reading_an_entry_imports_nothing(
+    tmp_path: Path, made: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither as the control, whose class a rule looks up, nor as a setting of it."""
+    (tmp_path / "unasked.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for edit in (
+        _set("control.recipe.algorithm.name", "unasked:Mine"),
+        _choose("control", "algorithm.name", "unasked:Mine"),
+    ):
+        entry = copy.deepcopy(made)
+        edit(entry)
+        with refuses(DataError, "plain fedavg"):
+            read_entry(written(tmp_path, entry))
+        assert not (tmp_path / "ran").exists()
 
 
 def test_same_budget_is_allowed(tmp_path: Path, made: dict[str, Any]) -> None:

@@ -83,7 +83,8 @@ def test_a_run_killed_before_its_recipe_was_noted_begins_anew(tmp_path: Path) ->
 
 
 @pytest.mark.timeout(240)
-def test_twenty_kills_at_random_moments_change_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [5, pytest.param(20, marks=pytest.mark.slow)])
+def test_kills_at_random_moments_change_nothing(kills: int, tmp_path: Path) -> None:
     started = time.perf_counter()
     polyfed.run(longer(), tmp_path / "whole")
     whole_s = time.perf_counter() - started
@@ -91,14 +92,14 @@ def test_twenty_kills_at_random_moments_change_nothing(tmp_path: Path) -> None:
     context.set_forkserver_preload(["polyfed", "world"])
     killed = 0
     delays = keys.uniform(keys.key("kills"), 400).tolist()
-    while killed < 20:
+    while killed < kills:
         child = context.Process(target=_child, args=(str(tmp_path / "hurt"),))
         child.start()
         child.join(timeout=0.02 + delays[killed] * whole_s / 4)
         if child.is_alive():
             child.kill()
             killed += 1
-        elif killed < 20:  # it got to the end: start over, the kills go on
+        elif killed < kills:  # it got to the end: start over, the kills go on
             child.join()
             assert child.exitcode == 0
             assert files(tmp_path / "hurt") == files(tmp_path / "whole")

@@ -232,7 +232,7 @@ def test_the_page_ranks_what_validation_can_judge_and_says_what_is_left(leaderbo
     """Three scenarios have ended: one is judged, one misleads, one is a curve. A fourth one goes on."""
     runs = []
     for place, (method, score) in enumerate((("fedavg", 0.5), ("moon", 0.8), ("fedogm", 0.4), ("fedogm-placebo", 0.4))):
-        for scenario, validation in (("views-iid", score), ("six-views", score), ("speakers", 0.99)):
+        for scenario, validation in (("views-iid", score), ("six-views", score), ("spoken-digits", 0.99)):
             for seed in (1, 2, 3):
                 name = f"{method}-{scenario}-{seed}"
                 own = ended(tmp_path / name, score + seed / 1000 * (place + 1), validation, 100 * (1 + place))
@@ -241,7 +241,7 @@ def test_the_page_ranks_what_validation_can_judge_and_says_what_is_left(leaderbo
             own = ended(tmp_path / f"{method}-{rate}", score + rate, 0.99, 100)
             runs.append(own | {"method": f"{method} lr={rate}", "scenario": "digits-iid", "seed": 1, "ranked": False})
     runs.append({"folder": "none", "tuning": True, "state": "left", "method": "moon", "scenario": "faces", "seed": 9})
-    scenarios = ("views-iid", "six-views", "speakers", "digits-iid", "faces")
+    scenarios = ("views-iid", "six-views", "spoken-digits", "digits-iid", "faces")
     facts = {"metrics": {name: ["global.accuracy"] for name in scenarios}, "runs": runs, "not_compared": []}
     (tmp_path / "study.json").write_text(json.dumps(facts))
     board, left = leaderboard["results"](tmp_path)
@@ -250,7 +250,7 @@ def test_the_page_ranks_what_validation_can_judge_and_says_what_is_left(leaderbo
     assert board.scenarios("global") == ["views-iid", "six-views"]
     text = leaderboard["page"](board, left)
     assert "Of 3 methods with a global model, moon has the best mean rank, 1.00 over 2 scenarios." in text
-    assert "| speakers | 99.0 | 50.2 | **no** |" in text
+    assert "| spoken-digits | 99.0 | 50.2 | **no** |" in text
     assert "| moon | 81.0 | **90.0** |" in text, "the curve, with its best learning rate"
     bytes_of = leaderboard["ratios_of"](board, ["views-iid"], lambda cost: cost.bytes)
     assert bytes_of["moon", "views-iid"] == "2", "moon reaches 0.48 in round 4 only, with twice the bytes"

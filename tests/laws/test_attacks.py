@@ -33,11 +33,13 @@ from polyfed.federation.replies import Answer, Replies, ReplyStack, stacked
 from polyfed.selection import Uniform
 from polyfed.training.optimisers import Train
 from refusals import refuses
+from sampled import in_turns, one_in
 from world import played, through
 
 NAMES = sorted(ROWS)
 PERSONAL = {"fedproto": {"mode": "original"}, "fedmsplit": {"mode": "personal"}}
-CASES = [*((name, {}) for name in NAMES), ("fedproto", PERSONAL["fedproto"])]
+CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in NAMES}
+CASES["fedproto-original"] = ("fedproto", PERSONAL["fedproto"])
 
 
 def everyone(name: str, engine: str = "vectorised", **options: Any) -> Recipe:
@@ -54,9 +56,10 @@ def everyone(name: str, engine: str = "vectorised", **options: Any) -> Recipe:
     return replace(made, clients=replace(made.clients, partition="iid", num=10, holdings=holdings))
 
 
-@pytest.mark.parametrize("attack", ["scaling", "sign-flip", "alie"])
-@pytest.mark.parametrize(("name", "options"), CASES, ids=[f"{n}{'-original' if o else ''}" for n, o in CASES])
-def test_every_attack_changes_the_run_or_is_refused(name: str, options: dict[str, Any], attack: Any) -> None:
+@pytest.mark.parametrize(("case", "attack"), in_turns([*CASES], ["scaling", "sign-flip", "alie"]))
+def test_every_attack_changes_the_run_or_is_refused(case: str, attack: Any) -> None:
+    name, options = CASES[case]
+
     def run(lies: Attack | None) -> str:
         parts, state, _ = played(replace(everyone(name, **options), attack=lies, rounds=2))
         return checkpoint.digest({"state": state, "locals": parts.engine.locals})
@@ -157,7 +160,7 @@ TRIED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "rule", "lie"), TRIED)
+@pytest.mark.parametrize(("name", "rule", "lie"), one_in(4, TRIED))
 def test_one_liar_ends_no_run_and_drops_no_honest_client(name: str, rule: Any, lie: str) -> None:
     options: dict[str, Any] = {} if rule == "mean" else {"server": ServerOptimiser(aggregate=rule, lying=0.2)}
     if name == "cmsfed":  # with a threshold, too few clients train the first modality for Krum

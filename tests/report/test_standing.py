@@ -10,7 +10,7 @@ from sample import write_run
 from polyfed.report.comparison.compare import compare
 from polyfed.report.comparison.paired_differences import evidence
 from polyfed.report.comparison.paired_tests import holm, mean_ranks
-from polyfed.report.comparison.standing import Judgement, conclusion, cost_to, judgements, seeds_needed
+from polyfed.report.comparison.standing import Judgement, conclusion, cost_to, costs_of, judgements, seeds_needed
 from polyfed.report.reading.run_folder import Folder
 from polyfed.report.reading.study_folder import NOT_CHOSEN, whole_scenarios
 
@@ -51,7 +51,7 @@ def test_the_paragraph_says_what_the_tests_show(tmp_path):
     assert "above it moon (6); below it local (6)." in text
     assert "fedprox" not in text.partition("differ from fedavg")[2].partition(".")[0]
     needed = sorted(seeds_needed(proof, row.scenario, row.method, "fedavg") for row in proof.differences)
-    assert f"more than {needed[(len(needed) - 1) // 2]}." in text
+    assert f"half of the tests would need {needed[(len(needed) - 1) // 2]} or more." in text
 
 
 def test_the_paragraph_claims_no_order_that_is_not_shown(tmp_path):
@@ -59,9 +59,27 @@ def test_the_paragraph_claims_no_order_that_is_not_shown(tmp_path):
     proof = evidence(written(tmp_path, equal, noise=0.0), baseline="fedavg")
     assert "does not tell the methods apart" in conclusion(proof, "methods")
     assert "is better than" not in conclusion(proof, "methods")
+    assert conclusion(proof, "methods").startswith("Of 3 methods, fedavg and fedprox and moon share the best mean rank")
     assert "none is only above it; none below." in conclusion(proof, "methods")
     few = dataclasses.replace(proof, ranks=None)
     assert "too few scenarios or methods" in conclusion(few, "methods")
+
+
+def test_a_method_that_lost_runs_has_no_rank(tmp_path):
+    written(tmp_path, ABOVE, unranked=("local",))
+    study = json.loads((tmp_path / "study.json").read_text())
+    for run in study["runs"]:
+        if run["method"] == "fedprox" and run["scenario"] == "one" and run["seed"] > 1:
+            run["state"] = "failed"
+        elif run["method"] == "fedprox" and run["scenario"] == "one":  # the one run that is left is lucky
+            path = tmp_path / run["folder"] / "result.json"
+            result = json.loads(path.read_text())
+            result["metrics"]["global"]["accuracy"] = 0.99
+            path.write_text(json.dumps(result))
+    (tmp_path / "study.json").write_text(json.dumps(study))
+    proof = evidence(compare([tmp_path]), baseline="fedavg")
+    assert "fedprox" not in proof.methods
+    assert {row.method for row in proof.differences} == {"moon", "fedprox", "local"}
 
 
 def test_each_scenario_is_a_family_of_holm_of_its_own(tmp_path):
@@ -103,6 +121,43 @@ def test_the_cost_of_a_score_is_that_of_all_rounds_until_then(tmp_path):
     assert (cost.bytes, cost.seconds) == (20 + 15, 1.0)
     assert cost_to(Folder(folder), ["global.accuracy"], 0.7).bytes == 30 + 30
     assert cost_to(Folder(folder), ["global.accuracy"], 0.9) is None
+
+
+def test_an_error_is_reached_from_above_and_a_run_that_never_gets_there_is_the_dearest(tmp_path):
+    folders = []
+    for seed, errors in enumerate(((3.0, 0.5), (0.5, 0.5), (3.0, 3.0)), 1):
+        folder = write_run(tmp_path / str(seed), seed=seed, rounds=2)
+        rows = [
+            {"round": n, "bytes_up": 10 * seed, "bytes_down": 0, "metrics": {"global": {"mae": error}}}
+            for n, error in enumerate(errors, 1)
+        ]
+        (folder / "rounds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        folders.append(folder)
+    costs = [cost_to(Folder(folder), ["global.mae"], 1.0) for folder in folders]
+    assert [None if cost is None else cost.bytes for cost in costs] == [20, 20, None]
+    (group,) = compare(folders).groups
+    group = dataclasses.replace(group, metrics=("global.mae",))
+    assert costs_of(group, 1.0).bytes == 20
+    dear = [*folders[1:], write_run(tmp_path / "4", seed=4, rounds=2)]
+    rows = [{"round": n, "bytes_up": 5, "bytes_down": 0, "metrics": {"global": {"mae": 0.5}}} for n in (1, 2)]
+    (dear[-1] / "rounds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (group,) = compare(dear).groups
+    costs = costs_of(dataclasses.replace(group, metrics=("global.mae",)), 1.0)
+    assert costs.bytes == 20, "the median of 5, 20 and one that never gets there"
+    (group,) = compare([folders[0], folders[2]]).groups
+    assert costs_of(dataclasses.replace(group, metrics=("global.mae",)), 1.0) is None
+
+
+def test_validation_is_judged_by_the_metric_of_the_study(tmp_path):
+    written(tmp_path, {("one", "fedavg"): 0.6})
+    for path in tmp_path.glob("*/result.json"):
+        result = json.loads(path.read_text())
+        result["metrics"] = {"global": {"uar": 0.5}, "validation": {"accuracy": 0.9, "uar": 0.55}}
+        path.write_text(json.dumps(result))
+    study = json.loads((tmp_path / "study.json").read_text()) | {"metrics": {"one": ["global.uar"]}}
+    (tmp_path / "study.json").write_text(json.dumps(study))
+    (judged,) = judgements(compare([tmp_path]), "fedavg").values()
+    assert (judged.validation, judged.test, judged.holds) == (pytest.approx(0.55), pytest.approx(0.5), True)
 
 
 def test_a_scenario_is_whole_when_all_its_runs_have_ended(tmp_path):

@@ -5,11 +5,13 @@ import json
 from pathlib import Path
 
 import pytest
-from study_world import HerePool, table
+from study_world import HerePool, Message, table
 
 import polyfed
 from polyfed.core.errors import DataError
 from polyfed.experiment.study import known_results, scheduler
+from polyfed.experiment.study.board import DIVERGED, Board
+from polyfed.report.comparison.compare import POOLED_SCORE, compare
 from polyfed.report.reading import history
 from polyfed.report.reading.run_folder import Folder
 from refusals import refuses
@@ -69,6 +71,69 @@ def test_a_run_that_diverged_is_known_too(tmp_path, runs):
     assert runs == []
 
 
+class Late(HerePool):
+    """Training with the learning rate that leads after the first rung diverges after it."""
+
+    def start(self, job, recipe, folder, until=0):
+        if recipe["train"]["lr"] == 0.5 and recipe["seed"] == 11 and until != 1:
+            self.messages.append(Message(job, "done", {"code": DIVERGED, "why": "diverged"}))
+        else:
+            super().start(job, recipe, folder, until)
+
+
+@pytest.mark.parametrize("diverges", [False, True])
+def test_a_search_that_stops_trials_early_reads_the_same_scores_again(tmp_path, monkeypatch, diverges):
+    """In the same folder, and from the file: those at the rungs, not those that the trials had at their ends."""
+    read, score_at = [], Board.score_at
+
+    def noted(board, entry, rung, metrics):
+        read.append((entry.name, rung, score_at(board, entry, rung, metrics)))
+        return read[-1][-1]
+
+    monkeypatch.setattr(scheduler, "Pool", Late if diverges else HerePool)
+    monkeypatch.setattr(Board, "score_at", noted)
+    search = SEARCH | {"sampler": "grid", "trials": 4, "batch": 4, "prune": "halving", "reduction": 2}
+    search["keys"] = {"train.lr": [0.01, 0.05, 0.1, 0.5]}
+    study = table(tmp_path, search=search, methods={"fedavg": {}}, set={"rounds": 4}, seeds=[1])
+    scores, chosen = [], set()
+    for out in ("one", "one", "two"):
+        chosen.add(polyfed.sweep(study, tmp_path / out, jobs=1, known=tmp_path / "known.gz")["train.lr"][0])
+        scores.append(read[:])
+        del read[:]
+    assert scores[1] == scores[0], "the same folder"
+    assert scores[2] == scores[0], "the file"
+    assert len(chosen) == 1
+    assert any(score is None for *_, score in scores[0]) == diverges
+    rungs = {(name, rung): score for name, rung, score in scores[0]}
+    assert any(len({score for (own, _), score in rungs.items() if own == name}) > 1 for name, _ in rungs)
+
+
+def test_folds_from_the_file_are_pooled_as_those_that_were_run(tmp_path, runs):
+    data = {"data": {"name": "objective.made:Made"}, "clients.partition": "by-client", "clients.folds": 2}
+    study = table(tmp_path, methods={"fedavg": {}}, seeds=[1], set=data, unset=["clients.num"], metric="global.mae")
+    study["grid"] = {"clients.fold": [1, 2]}
+    for out in ("one", "two"):
+        polyfed.sweep(study, tmp_path / out, jobs=1, known=tmp_path / "known.gz")
+    assert len(runs) == 2
+    first, second = (compare([tmp_path / out]).groups[0].cells for out in ("one", "two"))
+    assert second[POOLED_SCORE] == first[POOLED_SCORE]
+
+
+def test_a_file_without_the_scores_at_the_rungs_does_not_serve_a_search_that_reads_them(tmp_path, runs):
+    search = SEARCH | {"sampler": "grid", "batch": 2, "prune": "halving", "reduction": 2}
+    study = table(tmp_path, search=search, methods={"fedavg": {}}, set={"rounds": 2}, seeds=[1])
+    file = tmp_path / "known.gz"
+    first = polyfed.sweep(study, tmp_path / "one", jobs=1, known=file)
+    lines = [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
+    for line in lines:
+        line.pop("evaluated") if line["tuning"] else None
+    file.write_bytes(gzip.compress("\n".join(map(json.dumps, lines)).encode()))
+    del runs[:]
+    second = polyfed.sweep(study, tmp_path / "two", jobs=1, known=file)
+    assert len(set(runs)) == 2, "the trials, and not the reported run"
+    assert first["train.lr"][0] == second["train.lr"][0]
+
+
 def test_results_of_other_code_are_marked_and_other_recipes_are_run(tmp_path, runs, monkeypatch):
     study = table(tmp_path, methods={"fedavg": {}})
     file = tmp_path / "known.jsonl.gz"
@@ -102,3 +167,22 @@ def test_equal_results_give_equal_bytes_and_a_damaged_file_is_refused(tmp_path, 
         with refuses(DataError, "results"):
             polyfed.sweep(study, tmp_path / "two", jobs=1, known=file)
     assert not (tmp_path / "two").exists()
+
+
+def test_a_file_of_a_stranger_without_scores_or_end_is_refused(tmp_path, monkeypatch):
+    """No run that did not end enters a study, and no file takes all memory."""
+    file, place = tmp_path / "known.jsonl.gz", {"scenario": "toy", "method": "fedavg", "seed": 1, "tuning": False}
+    row = {"run": "fedavg-1", "chosen": {}, "code": "", **place}
+    scored = row | {"result": {"metrics": {"global": {"accuracy": 0.5}}}}
+    flipped = bytearray(gzip.compress(json.dumps(scored).encode()))
+    flipped[12] ^= 0xFF
+    cases = [row, row | {"result": {}}, row | {"failure": {}}]
+    for content in [bytes(flipped), *(gzip.compress(json.dumps(case).encode()) for case in cases)]:
+        file.write_bytes(content)
+        with refuses(DataError, "results"):
+            known_results.read_known(file)
+    file.write_bytes(gzip.compress(json.dumps(scored).encode()))
+    assert list(known_results.read_known(file)) == ["fedavg-1"]
+    monkeypatch.setattr(known_results, "LARGEST", 100)
+    with refuses(DataError, "unpacks"):
+        known_results.read_known(file)

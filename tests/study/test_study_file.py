@@ -1,15 +1,17 @@
 """What a study may say, and that all that is wrong with it is told at once."""
 
 import copy
+from dataclasses import field, fields, make_dataclass, replace
 from pathlib import Path
 
 import pytest
 from study_world import RECIPE, refused, table
 
 from polyfed.core.errors import RecipeError
-from polyfed.experiment.study.plan import planned
+from polyfed.experiment.study.plan import planned, quiet
 from polyfed.experiment.study.ranges import MOST_VALUES, Range, flat_keys, grid_size, values_of
 from polyfed.experiment.study.study_file import parse_study
+from polyfed.training.optimisers import Train
 from refusals import refuses
 
 
@@ -250,6 +252,27 @@ def test_a_run_has_the_same_name_for_the_same_content_and_another_for_another(tm
     assert planner.name(again) in names
     planner.fingerprints = {section: ("other data", True) for section in planner.fingerprints}
     assert planner.name(again) not in names
+
+
+@pytest.mark.parametrize(("default", "used"), [(False, True), ("", "a"), ("none", "a"), (0.0, 0.5), ((), ("a",))])
+def test_an_option_of_a_later_version_changes_no_name_until_a_recipe_uses_it(tmp_path, monkeypatch, default, used):
+    planner, (fedavg, _) = planned(table(tmp_path))
+    recipe = fedavg.recipe(1, {}, tuning=False)
+    before = planner.name(recipe)
+    later = make_dataclass(
+        "Later", [("later", object, field(default=default))], bases=(Train,), frozen=True, kw_only=True
+    )
+    now = quiet(recipe).algorithm
+    train = {f.name: getattr(now.train, f.name) for f in fields(Train)}
+
+    def name_with(value):
+        made = replace(quiet(recipe), algorithm=replace(now, train=later(**train, later=value)))
+        with monkeypatch.context() as patch:
+            patch.setattr("polyfed.experiment.study.plan.quiet", lambda _: made)
+            return planner.name(recipe)
+
+    assert name_with(default) == before
+    assert name_with(used) != before
 
 
 def test_a_whole_range_searches_whole_numbers():

@@ -27,6 +27,7 @@ from polyfed.algorithms.centralized import Centralized
 from polyfed.algorithms.cmsfed.cmsfed import CmsFed
 from polyfed.algorithms.evaluate import Evaluate
 from polyfed.algorithms.hfm.hfm import Hfm
+from polyfed.algorithms.hfm.silo_evaluation import EvaluateSilos
 from polyfed.algorithms.hfm.vfl import Vfl
 from polyfed.algorithms.knowledge.creamfl import CreamFL
 from polyfed.algorithms.knowledge.fedgkt import FedGKT, ServerOnTop
@@ -110,7 +111,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 }
 """The methods. The keys are the values that `[algorithm] name` accepts."""
 
-JOBS: dict[str, type[Algorithm]] = {"evaluate": Evaluate}
+JOBS: dict[str, type[Algorithm]] = {"evaluate": Evaluate, "evaluate-silos": EvaluateSilos}
 """Jobs that train nothing. `[algorithm] name` accepts their keys too; `polyfed evaluate` writes such recipes."""
 
 NAMED: dict[str, type[Algorithm]] = {**ALGORITHMS, **JOBS}

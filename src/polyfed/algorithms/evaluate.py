@@ -15,6 +15,7 @@ from polyfed.algorithms.base import Algorithm, Broadcast
 from polyfed.core.batch import Batch
 from polyfed.core.errors import RecipeError
 from polyfed.core.problems import Conflict
+from polyfed.core.request import Accept
 from polyfed.core.tasks import task
 from polyfed.core.tree import Tree
 from polyfed.evaluation.scores import Measured
@@ -121,13 +122,9 @@ class Evaluate(Algorithm):
         if here:
             text = f"no client has enough {self.rows} rows of its own, so only the server's rows are scored"
             fed.emit("note", text=text)
-        objective = fed.context.objective
-        size = len(_no_rows(fed.context))
-
-        def flaw(client: int, reply: SiteScores) -> str:
-            return flaw_of(objective, reply, self.groups, size)
-
-        replies = fed.ask(self.measure, asked or here, Broadcast(state.params), held_out=self.rows, accept=flaw)
+        replies = fed.ask(
+            self.measure, asked or here, Broadcast(state.params), held_out=self.rows, accept=self.possible(fed)
+        )
         sites = {_name_of(client): reply for client, reply in sorted(replies.items())}
         if not state.against:
             return EvaluationState(state.params, sites)
@@ -136,11 +133,20 @@ class Evaluate(Algorithm):
         rows = replies.numbers("num_rows")
 
         def wrong(client: int, reply: Compared) -> str:
-            return flaw_of_two(objective, reply, rows[client], labels, parts)
+            return flaw_of_two(fed.context.objective, reply, rows[client], labels, parts)
 
         answers = fed.ask(self.compare, [*replies], both, held_out=self.rows, accept=wrong)
         compared = {_name_of(client): reply for client, reply in sorted(answers.items())}
         return replace(state, sites=sites, compared=compared)
+
+    def possible(self, fed: Federation) -> Accept:
+        """Return a function that says why a report is not possible; see `flaw_of`."""
+        objective, size = fed.context.objective, len(_no_rows(fed.context))
+
+        def flaw(client: int, reply: SiteScores) -> str:
+            return flaw_of(objective, reply, self.groups, size)
+
+        return flaw
 
     @override
     def evaluate(self, state: EvaluationState, fed: Federation) -> Measured:
@@ -163,15 +169,19 @@ class Evaluate(Algorithm):
     def measure(self, context: ClientContext, data: ClientData, local: Tree, got: Broadcast) -> tuple[SiteScores, Tree]:
         """Score the model on the client's own rows."""
         rows = data if context.evaluation_client else data.test
-        least = rows.min_group or (DEVICE_GROUP if context.on_device else 0)
-        return site_scores(context, got.params, rows, self.groups, least), local
+        return site_scores(context, got.params, rows, self.groups, least_of(context, rows)), local
 
     @task(loop_because="the number of rows decides which classes it shows")
     def compare(self, context: ClientContext, data: ClientData, local: Tree, got: TwoModels) -> tuple[Compared, Tree]:
         """Count on how many of the client's own rows the models are right."""
         rows = data if context.evaluation_client else data.test
-        least = rows.min_group or (DEVICE_GROUP if context.on_device else 0)
+        least = least_of(context, rows)
         return compared(context, got.params, got.against, rows, least, _ranked_labels(context)), local
+
+
+def least_of(context: ClientContext, rows: ClientData) -> int:
+    """Return the smallest number of rows of a class or group that a client shows."""
+    return rows.min_group or (DEVICE_GROUP if context.on_device else 0)
 
 
 def _name_of(client: int) -> str:

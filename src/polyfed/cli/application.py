@@ -78,10 +78,16 @@ def typed_options(context: typer.Context) -> tuple[tuple[str, ...], ...]:
         source = context.get_parameter_source(str(parameter.name))
         if parameter.param_type_name != "option" or source is None or source.name != "COMMANDLINE":
             continue
-        flag, value = parameter.opts[0], context.params[str(parameter.name)]
+        value = context.params[str(parameter.name)]
+        flag = (parameter.secondary_opts if value is False else parameter.opts)[0]
         values = value if isinstance(value, list | tuple) else [value]
-        result += [(flag,)] if isinstance(value, bool) else [(flag, str(one)) for one in values]
+        result += [(flag,)] if isinstance(value, bool) else [(flag, _typed(one)) for one in values]
     return tuple(result)
+
+
+def _typed(value: Any) -> str:
+    """Return the value of an option as a user types it: 30 minutes, not 30.0."""
+    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 
 class Interrupted(Exception):

@@ -207,6 +207,8 @@ def _summary(content: Mapping[str, Any]) -> str:
     clients = content["clients"]
     signed = sum(one["receipt"] is not None for one in clients)
     by = f"{signed} of {counted(len(clients), 'device', 'devices')} signed" if signed else content["kind"]
+    if edges := content.get("edges"):
+        by += f", {sum(one['receipt'] is not None for one in edges)} of {counted(len(edges), 'edge', 'edges')}"
     sent = sum(one["bytes_up"] for one in clients)
     privacy = "" if content["privacy"] is None else f", epsilon {content['privacy']['epsilon']}"
     rounds, who = counted(content["rounds"], "round", "rounds"), counted(len(clients), "client", "clients")

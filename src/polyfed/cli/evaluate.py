@@ -72,7 +72,7 @@ def evaluate(
         if data is not None:
             raise RecipeError("--app writes a job for devices, which score models on their own rows: leave out --data")
         _refuse_unnamed(groups)
-        _write_app(job_of(model, given, rows, groups, best, other), job, as_json=as_json)  # type: ignore[arg-type]
+        _write_app(job_of(model, given, rows, groups, best, other, for_devices=True), job, as_json=as_json)  # type: ignore[arg-type]
         return
     found: Evaluation = score(model, other, recipe=given, data=data, rows=rows, groups=groups, best=best)  # type: ignore[arg-type]
     if out is not None:

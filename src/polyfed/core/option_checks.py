@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from functools import cache
 from numbers import Integral, Real
 from os import PathLike
@@ -206,6 +206,11 @@ def not_searched(cls: type) -> dict[str, NotSearched]:
 
 
 M = TypeVar("M")
+
+
+def default_of(option: Field[Any]) -> Any:
+    """Return the default of a dataclass's field, or `MISSING`, which equals no value."""
+    return option.default if option.default_factory is MISSING else option.default_factory()
 
 
 def _metadata(cls: type, kind: type[M]) -> dict[str, M]:

@@ -224,12 +224,17 @@ def _countersigned(packet: Packet, node: NodeConfig) -> Packet:
     run, client, unanswered = to_sign(packet.header)
     if client != node.client:
         raise BadReply(f"is for client {client}, this is client {node.client}")
-    policy = hashlib.sha256(node.rules.text).hexdigest() if node.rules.path else ""
+    policy = policy_digest(node)
     with blamed("its audit log cannot be signed"):
-        result = receipt(AuditLog(node.folder), run, client, unanswered, policy)
+        result = receipt(AuditLog(node.folder), run, client, unanswered, policy, behind_edge=node.silo >= 0)
     with blamed("its store cannot be written"):
         end(DeviceStore(node.folder), run, client)
     return Packet({"verdict": SIGNED, **result})
+
+
+def policy_digest(node: NodeConfig) -> str:
+    """Return the SHA-256 of the policy file of a device or an edge, or "" for the default policy."""
+    return hashlib.sha256(node.rules.text).hexdigest() if node.rules.path else ""
 
 
 def _book_enrolment(answer: Packet, node: NodeConfig, population: Population) -> None:

@@ -67,7 +67,7 @@ class EdgeRemote(Remote):
                 self._book(place, min(silos[silo]), messages[silo], TO_CLIENT)
 
         answers = self._exchange(place, packets, sent)
-        result = FromEdges(last=place.number)
+        result = FromEdges(last=place.number + 1)  # even if no edge answers: each message has a number of its own
         merged: dict[int, Forwarded] = {}
         for silo, members in silos.items():
             try:

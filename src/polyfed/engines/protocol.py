@@ -399,17 +399,18 @@ MOST_UNANSWERED = 10_000
 """Most requests that a server may name as unanswered when it asks a device to sign its ledger (inferred)."""
 
 
-def sign_packet(run: str, client: int, unanswered: Sequence[tuple[int, int]]) -> Packet:
-    """The packet that asks a device to sign its ledger of a run; see `polyfed.privacy.egress.audit_log.receipts`.
+def sign_packet(run: str, client: int, unanswered: Sequence[tuple[int, ...]]) -> Packet:
+    """The packet that asks a device or an edge to sign its ledger of a run; see `polyfed.privacy.egress.audit_log`.
 
     Args:
-        unanswered: round and number of the requests that the device leaves out.
+        client: the client, or the silo of an edge.
+        unanswered: the requests that are left out; see `polyfed.privacy.egress.audit_log.receipts.LeftOut`.
     """
     places = [list(place) for place in unanswered[:MOST_UNANSWERED]]
     return Packet({"want": SIGN, "run": run, "client": client, "unanswered": places, **versions()})
 
 
-def to_sign(header: Mapping[str, Any]) -> tuple[str, int, list[tuple[int, int]]]:
+def to_sign(header: Mapping[str, Any]) -> tuple[str, int, list[tuple[int, ...]]]:
     """Return run, client and unanswered requests of a packet of `sign_packet`.
 
     Raises:
@@ -419,8 +420,8 @@ def to_sign(header: Mapping[str, Any]) -> tuple[str, int, list[tuple[int, int]]]
         case {"run": str(run), "client": int(client), "unanswered": list(places)} if (
             RUN_NAME.fullmatch(run) and type(client) is int and len(places) <= MOST_UNANSWERED
         ):
-            if all(isinstance(one, list) and list(map(type, one)) == [int, int] for one in places):
-                return run, client, [(round, ask) for round, ask in places]
+            if all(isinstance(one, list) and list(map(type, one)) in ([int] * 2, [int] * 3) for one in places):
+                return run, client, [tuple(one) for one in places]
     raise BadReply("does not say which ledger to sign")
 
 

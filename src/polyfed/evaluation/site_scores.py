@@ -5,7 +5,7 @@ The sums of all sites are those of one pooled file.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -113,6 +113,11 @@ def exact_outputs(model: Model, objective: Objective, w: Tree, rows: ClientData)
         except Exception:  # any error of a user's module; a real one comes again in float32
             found = None
     found = found or all_rows(rows, lambda batch: objective.outputs(model, w, batch))
+    return on_cpu(found, rows)
+
+
+def on_cpu(found: tuple[Tensor, Batch] | None, rows: ClientData) -> tuple[Tensor, Tensor] | None:
+    """Return the outputs and labels of `all_rows` without padding."""
     if found is None:
         return None
     outputs, y = (value[: int(rows.num_rows)].cpu() for value in (found[0], found[1].y))
@@ -123,7 +128,14 @@ MOST_NUMBERS = 2**28
 """The largest model that computes in float64: its constants are then copied, which takes 2 GiB."""
 
 
-def site_scores(context: ClientContext, w: Tree, rows: ClientData, values: Values, least: int) -> SiteScores:
+def site_scores(
+    context: ClientContext,
+    w: Tree,
+    rows: ClientData,
+    values: Values,
+    least: int,
+    predict: Callable[[Batch], Tensor] | None = None,
+) -> SiteScores:
     """Compute a site's report.
 
     Args:
@@ -131,10 +143,12 @@ def site_scores(context: ClientContext, w: Tree, rows: ClientData, values: Value
         rows: the rows to score.
         values: the columns and the values that name their groups.
         least: the smallest number of rows of a class or group that may be shown.
+        predict: returns the outputs for a batch, of rows whose samples are not all here; by default those of `w`.
     """
     objective, model = context.objective, context.model
     none = torch.zeros(0, *objective.outputs_shape(model)).double(), objective.no_labels(context.num_classes)
-    outputs, all_y = exact_outputs(model, objective, w, rows) or none
+    exact = exact_outputs(model, objective, w, rows) if predict is None else on_cpu(all_rows(rows, predict), rows)
+    outputs, all_y = exact or none
     kept, y = objective.visible(all_y, least)
     total = None
     for part in (

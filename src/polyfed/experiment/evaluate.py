@@ -5,7 +5,7 @@ import dataclasses
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,9 @@ import torch
 from torch import Tensor
 
 from polyfed.algorithms.evaluate import SERVER, Evaluate
+from polyfed.algorithms.hfm import Hfm
+from polyfed.algorithms.hfm.silo_evaluation import EvaluateSilos
+from polyfed.algorithms.hfm.silo_exchange import Vertical
 from polyfed.core import keys
 from polyfed.core.batch import Batch
 from polyfed.core.errors import DataError, NotAllowed, PolyfedWarning, RecipeError, command, did_you_mean
@@ -239,28 +242,24 @@ def job_of(
     groups: Mapping[str, Sequence[str | int]] | None = None,
     best: bool = False,
     against: str | Path | None = None,
+    *,
+    for_devices: bool = False,
 ) -> Recipe:
     """Return the recipe of an evaluation job; see `evaluate`.
 
     With `against`, the clients also count on how many rows which of two models is right, and send no answer of a row.
+    With `for_devices`, those of a silo score their rows together.
 
     Raises:
-        RecipeError: there is no recipe, or the recipe is wrong.
+        RecipeError: there is no recipe, the recipe is wrong, or devices of silos have no model to score.
     """
     path = Path(model).expanduser()
-    if not isinstance(recipe, Recipe):
-        folder = path if recipe is None else Path(recipe).expanduser()
-        named = folder / RECIPE if folder.is_dir() else folder
-        if not named.exists() or (recipe is None and not folder.is_dir()):
-            raise RecipeError(
-                f"{path} holds no recipe, so its clients and rows are not known. Give one: "
-                f"{command('evaluate', path, '--recipe', 'RECIPE.toml')}"
-            )
-        recipe = named
-    base = recipe_of(recipe)
+    base = recipe_of(_recipe_at(path, recipe))
     columns = {name: list(values) for name, values in (groups or {}).items()}
     second = "" if against is None else str(_chosen(Path(against).expanduser(), best=best))
     method = Evaluate(rows=rows, groups=columns, evaluation=EvaluationSpec(every=1), against=second)
+    if for_devices and isinstance(base.algorithm, Vertical):
+        method = _in_silos(base.algorithm, method)
     init = _chosen(path, best=best)
     absent: Any = "prototypes" if any(map(is_prototype, values_in(init))) else base.model.absent
     return replace(
@@ -275,6 +274,39 @@ def job_of(
         tracking=None,
         name=f"evaluate-{base.name}",
     )
+
+
+def _in_silos(trained: Vertical, job: Evaluate) -> EvaluateSilos:
+    """Return the job in which the devices of a silo score their rows together.
+
+    Raises:
+        RecipeError: the method leaves no model that all silos share.
+    """
+    if not isinstance(trained, Hfm | EvaluateSilos):
+        raise RecipeError(
+            f"the silos of '{type(trained).__name__.lower()}' keep their models, so no job can send them one to score. "
+            "Read the personal scores of the run, or predict in a silo: `polyfed predict MODEL edge.toml`"
+        )
+    options: Any = {one.name: getattr(job, one.name) for one in fields(Evaluate)}
+    return EvaluateSilos(**options, overlap=trained.overlap, labels_at=trained.labels_at)
+
+
+def _recipe_at(path: Path, recipe: Recipe | str | Path | None) -> Recipe | Path:
+    """Return a given recipe, or where that of a model lies.
+
+    Raises:
+        RecipeError: there is none.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    folder = path if recipe is None else Path(recipe).expanduser()
+    named = folder / RECIPE if folder.is_dir() else folder
+    if not named.exists() or (recipe is None and not folder.is_dir()):
+        raise RecipeError(
+            f"{path} holds no recipe, so its clients and rows are not known. Give one: "
+            f"{command('evaluate', path, '--recipe', 'RECIPE.toml')}"
+        )
+    return named
 
 
 def _chosen(path: Path, *, best: bool) -> Path:

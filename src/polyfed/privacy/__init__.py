@@ -19,4 +19,5 @@
 - `audit_log_verification`: the verification of an audit log.
 - `merkle`: Merkle trees, whose roots commit to logs and ledgers. `audit_log_proof`: a part of a log that proves itself.
 - `receipts`: what a device signs about its ledger of a run. `log_keys`: signatures, and whose log a key signs.
+- `edge_receipts`: what the edge of a silo signs about what passed between the silo and the server.
 """

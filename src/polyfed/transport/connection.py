@@ -362,11 +362,18 @@ class Connection:
     def _connected(self, seconds: float) -> http.client.HTTPSConnection:
         if self._way is not None and self._ends_soon and time.monotonic() - self._opened > DAY:
             self.close()  # a new line shows whether the certificate has been renewed
+        if self._way is not None and self._way.sock is None:
+            self.close()  # it broke, and nobody was told, because a failed login only means another try
         if self._way is None:
-            self._way = https_to(self.host, self.port, self._context)
-            self._way.connect()
-            self._way.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._way.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNSENT)
+            way = https_to(self.host, self.port, self._context)
+            try:
+                way.connect()
+            except BaseException:
+                way.close()
+                raise
+            way.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            way.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNSENT)
+            self._way = way  # only now, because one that never connected would stay and fail
             self._opened = time.monotonic()
             shown: Any = self._way.sock.getpeercert() if isinstance(self._way.sock, ssl.SSLSocket) else None
             self.ends = ssl.cert_time_to_seconds(shown["notAfter"]) if shown else 0.0

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.base import ALTERS, Algorithm
 from polyfed.core.errors import RecipeError, did_you_mean
-from polyfed.core.option_checks import SearchRange, Within, not_searched, search_ranges
+from polyfed.core.option_checks import SearchRange, Within, default_of, not_searched, search_ranges
 from polyfed.core.registry import find
 from polyfed.core.tasks import info_of, tasks_of, types_of
 from polyfed.data import SOURCES
@@ -222,9 +222,8 @@ def _values(searched: SearchRange) -> str:
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
-    if field.default_factory is not dataclasses.MISSING:
-        return _toml(field.default_factory())
-    return "" if field.default is dataclasses.MISSING else _toml(field.default)
+    default = default_of(field)
+    return "" if default is dataclasses.MISSING else _toml(default)
 
 
 def _toml(value: Any) -> str:

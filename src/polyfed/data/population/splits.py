@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from polyfed.core import keys
-from polyfed.data.columns import GUARD, OWN_TRAIN, TEST, TRAIN, Columns
+from polyfed.data.columns import GUARD, OWN_TEST, OWN_TRAIN, TEST, TRAIN, Columns
 from polyfed.data.partitions.shards import share_of
 
 
@@ -75,7 +75,8 @@ def held_out_blocks(columns: Columns, roles: Tensor, shares: Sequence[tuple[int,
         roles: int8 (N,), the role of each row: `OWN_TRAIN`, another one, or -1 for rows that are not considered.
         shares: the role and the share of each block, the last block first. The shares are of a client's rows with the
             role `OWN_TRAIN`, rounded down.
-        guard: how many rows on both sides of a block, in the order of the client's rows, become `GUARD`.
+        guard: how many rows on both sides of a block, in the order of the client's rows, become `GUARD`. Test rows that
+            the data marks stay; then the rows of the block beside them do.
 
     Returns:
         The new roles, int8 (N,).
@@ -96,12 +97,14 @@ def held_out_blocks(columns: Columns, roles: Tensor, shares: Sequence[tuple[int,
         left = left - count
     rows = np.flatnonzero(result >= 0)
     rows = rows[np.lexsort((rows, client[rows]))]
-    ranks = np.zeros(len(rows), np.int64)
+    in_block = np.isin(result[rows], [role for role, _ in shares])
+    ranks = np.where(result[rows] == OWN_TEST, len(shares) + 1, 0)
     for rank, (role, _) in enumerate(reversed(shares), 1):
         ranks[result[rows] == role] = rank
     for away in range(1, min(guard, len(rows) - 1) + 1):
         before, after = rows[:-away], rows[away:]
-        same, step = client[before] == client[after], ranks[away:] - ranks[:-away]
+        same = (client[before] == client[after]) & (in_block[:-away] | in_block[away:])
+        step = ranks[away:] - ranks[:-away]
         result[before[same & (step > 0)]] = GUARD
         result[after[same & (step < 0)]] = GUARD
     return torch.from_numpy(result)

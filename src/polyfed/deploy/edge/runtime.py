@@ -7,7 +7,7 @@ starts from the same state.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from polyfed.deploy.device.memory.local_states import begin, check_fresh, keep, 
 from polyfed.deploy.device.memory.store import DeviceStore
 from polyfed.deploy.device.runtime import LEDGER, book
 from polyfed.deploy.edge.edge_file import EdgeConfig, refuse_demands
+from polyfed.deploy.edge.signing import countersigned
 from polyfed.deploy.faults import in_short, log, log_problem
 from polyfed.deploy.handlers import MEGABYTE
 from polyfed.deploy.server.claimed_shapes import without_absent
@@ -41,12 +42,14 @@ from polyfed.engines.protocol import (
     PART,
     REFUSED,
     REPLY,
+    SIGN,
     Enrolment,
     Facts,
     RequestId,
     SiloEnrolment,
     check_versions,
     reason,
+    to_sign,
 )
 from polyfed.engines.queued import QueueTransport
 from polyfed.engines.remote import Remote
@@ -57,6 +60,7 @@ from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.recipes.task_choice import task_of
 from polyfed.experiment.running.assembly import initial_of, model_of
 from polyfed.experiment.running.checkpoint import pack, unpack
+from polyfed.experiment.running.column_statistics import entry_of, parts_of, refuse_forbidden
 from polyfed.experiment.running.events import Emitter
 from polyfed.experiment.running.warm_start import given_of
 from polyfed.federation.client_registry import TEST
@@ -65,8 +69,9 @@ from polyfed.federation.message_validation import MessageValidator, Receiver
 from polyfed.federation.silos.parts import InSilos, in_lockstep
 from polyfed.federation.wire.wire_format import Packet, decode, encode
 from polyfed.privacy.egress.audit_log.log import AuditLog
+from polyfed.privacy.egress.audit_log.receipts import TO_SERVER
 from polyfed.privacy.egress.contents import contents
-from polyfed.privacy.egress.ledger import TO_CLIENT, Entry, Ledger, lines
+from polyfed.privacy.egress.ledger import NO_RUN, TO_CLIENT, Entry, Ledger, lines
 from polyfed.privacy.egress.policy import Policy
 from polyfed.transport.queue import Queue
 from polyfed.transport.tokens import Register
@@ -101,10 +106,12 @@ class AtEdge:
         who, request_id = f"the edge of silo {edge.silo}", None
         try:
             check_versions(packet.header, who)
-            if packet.header.get("want") != ENROL:
+            if (want := packet.header.get("want")) not in (ENROL, SIGN):
                 request_id = RequestId.read(packet.header)
             with only(edge.node.rules.allowance):
                 recipe = recipe_on(edge.node, self.recipe_path)
+                if want == SIGN:
+                    return self._countersigned(edge, recipe, packet)
                 if request_id is None:
                     return self._enrol(edge, recipe, packet)
                 return self._part(edge, recipe, packet, request_id)
@@ -144,10 +151,21 @@ class AtEdge:
         if not policy.allows("statistic", SHARED, "server"):
             fix = policy.fix(("statistic",), SHARED, "server")
             raise EgressError(f"it refused to tell how many rows its devices have. It would if its policy said: {fix}")
+        for one in known:
+            refuse_forbidden(one.columns, policy, one.client)
         header = SiloEnrolment(edge.silo, tuple(known)).header()
         SiloEnrolment.read(header)  # a device of another silo
+        _book_columns(edge.node.folder, known)
         replace_text(edge.node.folder / DEVICES, json.dumps({"devices": header["devices"], "nodes": nodes}))
         return Packet(header)
+
+    def _countersigned(self, edge: EdgeConfig, recipe: Recipe, packet: Packet) -> Packet:
+        """Sign the ledger of a run; see `polyfed.deploy.edge.signing`."""
+        run, _, _ = to_sign(packet.header)
+        _, nodes = _known(edge)
+        with devices_of(edge, recipe, self.app, run=run) as (transport, _):
+            transport.node_of.update(nodes)
+            return countersigned(edge, recipe, packet, transport)
 
     def _part(self, edge: EdgeConfig, recipe: Recipe, packet: Packet, request_id: RequestId) -> Packet:
         """Run a part with the devices of the silo."""
@@ -171,13 +189,14 @@ class AtEdge:
             try:
                 made, kept = silo.run(packet, None if found is None else _unpacked(found[0], recipe))
                 answer = silo.forwarded(made)
+                left = {(one.number, client) for one in made.answers for client in one.replies}
                 with store.transaction() as memory:
                     keep(memory, request_id, _packed(kept), (), int(packet.header.get("kept", 0)))
                     sent = True
-                    seal = silo.book(store.folder, sent=True)
+                    seal = silo.book(store.folder, left)
             finally:
                 if not sent:
-                    silo.book(store.folder, sent=False)
+                    silo.book(store.folder, set())
             return Packet(answer.header | {"seal": seal}, answer.body)
 
 
@@ -360,14 +379,19 @@ class AtWork:
                     f"{part.block}) from the server. It would leave if the edge's policy said: {fix}"
                 )
 
-    def book(self, folder: Path, *, sent: bool) -> str:
+    def book(self, folder: Path, left: Collection[tuple[int, int]]) -> str:
         """Write what passed the edge to its ledger and audit log. Return the hash of the seal.
 
         Args:
             folder: the edge's folder of this run.
-            sent: whether the answer leaves. If not, only what passed within the silo is written.
+            left: request and client of each reply that leaves for the server. Others for the server, such as one that
+                is not as its task declares, end at the edge.
         """
-        entries: list[Entry] = [one for one in self.engine.ledger.drain() if sent or one.destination != "server"]
+        entries: list[Entry] = [
+            one
+            for one in self.engine.ledger.drain()
+            if one.destination != TO_SERVER or all((one.request, client) in left for client in one.clients)
+        ]
         book(folder / LEDGER, lines(entries, self.request_id.run))
         return AuditLog(self.edge.node.folder).append(entries, self.request_id.run)
 
@@ -405,6 +429,13 @@ def met(transport: QueueTransport, edge: EdgeConfig, seconds: float) -> list[Enr
         why = "; ".join(absent) or "no other device answered"
         raise TooFewReplies(f"{len(known)} of its {edge.devices} devices enrolled ({why})")
     return known
+
+
+def _book_columns(folder: Path, known: Sequence[Enrolment]) -> None:
+    """Write what devices tell about their columns to the edge's audit log, before it leaves, as each device does."""
+    told = {one.client: parts_of(one.columns) for one in known if one.columns}
+    entries = [entry_of((client,), parts, hashes) for client, (parts, hashes) in told.items()]
+    AuditLog(folder).append(entries, NO_RUN)
 
 
 def _known(edge: EdgeConfig) -> tuple[list[Enrolment], dict[int, str]]:

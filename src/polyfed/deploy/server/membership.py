@@ -91,6 +91,7 @@ class Membership:
         session: the number of the server's current session. A new session begins each time the server starts. Its
             number is larger than the numbers of all earlier sessions, even if the clock was set back.
         left_out: clients that may not take part in this session, each with the reason.
+        silos: silo -> the devices of the silo, if the clients are edges.
 
     Raises:
         CheckpointError: the file in the folder is damaged.
@@ -103,7 +104,7 @@ class Membership:
         renewed: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         self._path, self._joined, self._renewed = folder / MEMBERS, joined, renewed
-        session, self._devices = self._read()
+        session, self._devices, self.silos = self._read()
         self.session: int = max(session + 1, int(time.time() * 1000))
         self.left_out: dict[int, str] = {}
         self._write()
@@ -116,8 +117,13 @@ class Membership:
             device: the name of the device, which is the fingerprint of its key in the format of `ssh-keygen -l`.
         """
         header = packet.header
+        members: list[int] | None = None
         try:
-            client = SiloEnrolment.read(header).silo if "devices" in header else Enrolment.read(header).client
+            if "devices" in header:
+                edge = SiloEnrolment.read(header)
+                client, members = edge.silo, sorted(one.client for one in edge.devices)
+            else:
+                client = Enrolment.read(header).client
         except BadReply as error:
             return str(error)
         if client in self.left_out:
@@ -131,15 +137,16 @@ class Membership:
                 f"the device with key {device} is client {own[0]}, and now says that it is client {number}. One device "
                 f"is one client: correct its number, or the file {MEMBERS} in the run folder"
             )
-        if number not in self._devices:
-            self._devices[number] = device
-            self._write()
-        elif self._devices[number] != device:
+        if self._devices.get(number, device) != device:
             return (
                 f"client {number} belongs to the device with key {self._devices[number]}, and this one has {device}. "
                 f"Give this device another client number; if it replaces the other one, write its key into {MEMBERS} "
                 "in the run folder"
             )
+        if number not in self._devices or (members is not None and self.silos.get(client) != members):
+            self._devices[number] = device
+            self.silos |= {} if members is None else {client: members}
+            self._write()
         return ""
 
     def signed_by(self, client: int, key: str) -> None:
@@ -172,19 +179,22 @@ class Membership:
             )
         return ""
 
-    def _read(self) -> tuple[int, dict[str, str]]:
-        """Return the number of the last session, and a dictionary: client number -> device."""
+    def _read(self) -> tuple[int, dict[str, str], dict[int, list[int]]]:
+        """Return the number of the last session, client number -> device, and the devices of silos with an edge."""
         if not self._path.exists():
-            return -1, {}
+            return -1, {}, {}
         try:
             result: dict[str, Any] = parse_json(self._path.read_text())
             devices = {str(number): device for number, device in result["clients"].items()}
             if not all(isinstance(device, str) for device in devices.values()):
                 raise ValueError("a client has no key")
-            return int(result.get("session", -1)), devices
+            silos = {int(silo): list(map(int, own)) for silo, own in result.get("silos", {}).items()}
+            return int(result.get("session", -1)), devices, silos
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{self._path} is damaged: {error}. Restore it from a copy") from error
 
     def _write(self) -> None:
-        replace_text(self._path, json.dumps({"session": self.session, "clients": self._devices}, indent=1))
+        silos = {"silos": {str(silo): own for silo, own in self.silos.items()}} if self.silos else {}
+        told = {"session": self.session, "clients": self._devices, **silos}
+        replace_text(self._path, json.dumps(told, indent=1))
         self._path.chmod(0o600)

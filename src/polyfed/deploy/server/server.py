@@ -175,10 +175,8 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, str], execute:
                     app=recipe_path.parent,
                     deployed=True,
                 )
-            if recipe.deployment.relay == "edge":
-                LOGGER.info("edges sign no receipts: `polyfed audit-log reconcile` compares this log with theirs")
-            else:
-                collect_receipts(out, str(records.facts()["run"]), transport, members.signed_by)
+            silos = members.silos if recipe.deployment.relay == "edge" else None
+            collect_receipts(out, str(records.facts()["run"]), transport, members.signed_by, silos)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ the memory back when it needs it.
 """
 
 import os
+import stat
 import uuid
 import warnings
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ class SharedFolder:
     deletes it.
 
     Args:
-        path: the folder, which is made if it does not exist.
+        path: the folder. If it does not exist, it is made for this user alone, since it holds the clients' data.
     """
 
     def __init__(self, path: Path) -> None:
@@ -78,7 +79,8 @@ class SharedFolder:
         """Yield the path of a draft, which becomes the file in one step: no node ever reads a part of it."""
         draft = self.path / f".draft-{uuid.uuid4().hex}"
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._refuse_everybody()
             yield draft
             sync(draft)
             os.replace(draft, path)
@@ -90,6 +92,19 @@ class SharedFolder:
                 "Choose a folder with enough space that all nodes read and this machine writes",
                 ("engine", "shared_folder"),
             ) from error
+
+    def _refuse_everybody(self) -> None:
+        """Refuse a folder in which everybody can replace a file, which changes the data of a run that has mapped it.
+
+        Raises:
+            RecipeError: everybody can write there.
+        """
+        if self.path.stat().st_mode & stat.S_IWOTH:
+            raise RecipeError(
+                f"[engine] shared_folder = '{self.path}': every user can write there, and so change the data of a run. "
+                f"Take this right away (chmod o-w {self.path}), or choose another folder",
+                ("engine", "shared_folder"),
+            )
 
 
 def content_of(tensor: Tensor) -> Content:
@@ -117,8 +132,11 @@ def tensor_of(content: Content) -> Tensor:
 
 
 def _holds(path: Path, array: NDArray[Any]) -> bool:
-    """Return whether a file has this content. One that is damaged has not."""
+    """Return whether a file of this user has this content. One that is damaged, a link or another user's has not."""
     try:
+        facts = path.lstat()
+        if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid():
+            return False  # its owner could change it while it is mapped
         return bool(np.array_equal(np.load(path, mmap_mode="r", allow_pickle=False), array))
     except (OSError, ValueError):
         return False

@@ -2,14 +2,15 @@
 
 The ledgers of all clients are the leaves of a Merkle tree, and so are the rows of each ledger. The run's key signs the
 whole: in a deployment the key of the server's audit log, in a simulation a key that is made for this purpose. Each
-device of a deployment signs the root of its own ledger (`polyfed.privacy.egress.audit_log.receipts`).
+device of a deployment signs the root of its own ledger (`polyfed.privacy.egress.audit_log.receipts`). If silos have
+edges, each edge signs what passed between its silo and the server (`edge_receipts`), and the certificate names it.
 """
 
 import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,10 @@ from polyfed.experiment.running.lock import alone_in
 from polyfed.federation.secure_aggregation import messages as secure
 from polyfed.privacy.differential.accounting import Accounting
 from polyfed.privacy.egress.audit_log import merkle
+from polyfed.privacy.egress.audit_log.edge_receipts import edge_receipt_in, joined, unanswered_parts
 from polyfed.privacy.egress.audit_log.keys import canonical, key_text, signed
 from polyfed.privacy.egress.audit_log.log import HEAD, PRIVATE_KEY, making_key, private_key
-from polyfed.privacy.egress.audit_log.receipts import ClientLedger, ledgers, log_rows
+from polyfed.privacy.egress.audit_log.receipts import ClientLedger, ledgers, log_rows, receipt_in
 from polyfed.report import reconcile
 from polyfed.report.reading.run_folder import Folder
 from polyfed.report.reading.run_schema import LEAKAGE_AUDIT
@@ -69,11 +71,13 @@ TRANSCRIPT = frozenset(
 )
 """The messages of secure aggregation, besides the masked replies."""
 
-DEPLOYMENT, SIMULATION = "deployment", "simulation"
+DEPLOYMENT, WITH_EDGES, SIMULATION = "deployment", "deployment with edges", "simulation"
 
 VOUCHES = {
     SIMULATION: "One process simulated all clients, so only its owner vouches for their ledgers.",
     DEPLOYMENT: "The server vouches for what it sent and received, and each device for what its receipt signs.",
+    WITH_EDGES: "The server vouches for what it sent and received, each edge for what passed between its silo and the "
+    "server and for the keys of its devices, and each device for what its receipt signs.",
 }
 
 
@@ -183,13 +187,15 @@ def evidence(folder: Folder, names: Mapping[str, str]) -> dict[str, Any]:
         known = ledgers(rows, name)
     except ValueError as error:
         raise DataError(f"{folder.path / EGRESS} is damaged: {error}. Restore it from a copy") from None
-    clients = list(_clients(folder, known, rounds, names))
+    edges = list(_edges(folder, known, names)) if audited and _has_edges(folder) else None
+    clients = list(_clients(folder, known, rounds, names, edges))
     _refuse_gaps(folder, known, rounds)
+    kind = SIMULATION if not audited else DEPLOYMENT if edges is None else WITH_EDGES
     return {
         "format": FORMAT,
         "run": name,
-        "kind": DEPLOYMENT if audited else SIMULATION,
-        "vouches": VOUCHES[DEPLOYMENT if audited else SIMULATION],
+        "kind": kind,
+        "vouches": VOUCHES[kind],
         "started": str(facts.get("started", "")),
         "finished": bool(result),
         "rounds": len(rounds),
@@ -200,17 +206,19 @@ def evidence(folder: Folder, names: Mapping[str, str]) -> dict[str, Any]:
         "policy": _digest(facts.get("egress")),
         "announcement": _digest(facts.get("announced")),
         "clients": clients,
-        "ledgers": root_of_clients(clients),
+        **({} if edges is None else {"edges": edges}),
+        "ledgers": root_of_clients(clients, edges or ()),
         "privacy": _privacy(result),
         "secure_aggregation": _transcripts(known),
         "leakage": _leakage(folder),
     }
 
 
-def root_of_clients(clients: list[dict[str, Any]]) -> str:
-    """Return the Merkle root of the ledgers of all clients: the root over number, key, name and ledger of each."""
-    parts = ("client", "name", "device", "rows", "root")
-    return merkle.root_of(canonical({part: one[part] for part in parts}) for one in clients).hex()
+def root_of_clients(clients: Sequence[Mapping[str, Any]], edges: Sequence[Mapping[str, Any]] = ()) -> str:
+    """Return the Merkle root of all ledgers: the root over number, key, name and ledger of each client and edge."""
+    parts = ("silo", "client", "name", "device", "rows", "root")
+    leaves = ({part: one[part] for part in parts if part in one} for one in (*clients, *edges))
+    return merkle.root_of(map(canonical, leaves)).hex()
 
 
 def digest_of(path: Path) -> str:
@@ -223,28 +231,86 @@ def _digest(content: Any) -> str:
     return "" if content is None else hashlib.sha256(canonical(content)).hexdigest()
 
 
+def _has_edges(folder: Folder) -> bool:
+    return bool(folder.recipe.get("deployment", {}).get("relay") == "edge")
+
+
+def _members(folder: Folder, key: str) -> dict[int, Any]:
+    """Return what the file about the members of a run says: the key of each member, or the devices of each silo."""
+    return {int(number): told for number, told in _table(folder.path / MEMBERS).get(key, {}).items()}
+
+
+def _edges(folder: Folder, known: Mapping[int, ClientLedger], names: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    """Yield what the certificate says about the edge of each silo: what passed between it and the server."""
+    keys, receipts = _members(folder, "clients"), _receipts_behind(folder)[0]
+    for silo, clients in sorted(_members(folder, "silos").items()):
+        own = joined(known.get(client, ClientLedger()) for client in clients)
+        left = unanswered_parts(own)[:MOST_UNANSWERED]
+        yield {
+            "silo": silo,
+            "name": names.get(keys.get(silo, ""), ""),
+            "device": keys.get(silo, ""),
+            "clients": clients,
+            **own.told,
+            "answered": own.without(left).told,
+            "unanswered": [list(place) for place in left],
+            "receipt": receipts.get(str(silo)),
+        }
+
+
+def _devices(folder: Folder, receipts: Mapping[str, Any], edges: Sequence[Mapping[str, Any]] | None) -> dict[int, str]:
+    """Return the key of the device of each client: as it logged in here, or as its edge or its receipt says."""
+    if edges is None:
+        return _members(folder, "clients")
+    result = dict[int, str]()
+    for edge in edges:
+        told = {} if edge["receipt"] is None else edge["receipt"]["receipt"]["devices"]
+        for client in edge["clients"]:
+            tie = receipts.get(str(client), {}).get("tie")
+            result[client] = told.get(str(client)) or ("" if tie is None else fingerprint(tie["key"].encode()))
+    return result
+
+
+def _receipts_behind(folder: Folder) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the receipts of edges and those of devices behind edges, whose keys the certificate names.
+
+    Raises:
+        DataError: one has another form.
+    """
+    told = _table(folder.path / RECEIPTS)
+    try:
+        edges = {silo: edge_receipt_in(one) for silo, one in told.pop("edges", {}).items()}
+        return edges, {client: receipt_in(one) for client, one in told.items()}
+    except (ValueError, AttributeError, TypeError) as error:
+        raise DataError(f"{folder.path / RECEIPTS} is damaged: {error}. Restore it from a copy") from None
+
+
 def _clients(
-    folder: Folder, known: Mapping[int, ClientLedger], rounds: list[dict[str, Any]], names: Mapping[str, str]
-) -> Any:
-    """Yield what the certificate says about each client."""
+    folder: Folder,
+    known: Mapping[int, ClientLedger],
+    rounds: list[dict[str, Any]],
+    names: Mapping[str, str],
+    edges: Sequence[Mapping[str, Any]] | None,
+) -> Iterator[dict[str, Any]]:
+    """Yield what the certificate says about each client. Behind an edge, its receipt answers for what left."""
     asked = Counter(client for row in rounds for client in row.get("cohort", ()))
-    devices = {int(client): str(key) for client, key in _table(folder.path / MEMBERS).get("clients", {}).items()}
-    receipts, facts = _table(folder.path / RECEIPTS), {one["id"]: one for one in folder.facts.get("clients", ())}
+    receipts = _table(folder.path / RECEIPTS) if edges is None else _receipts_behind(folder)[1]
+    devices = _devices(folder, receipts, edges)
+    facts = {one["id"]: one for one in folder.facts.get("clients", ())}
     for client in sorted({*known, *asked, *devices}):
         own = known.get(client, ClientLedger())
-        left = own.unanswered[:MOST_UNANSWERED]
-        agreed = own.without(left)
+        left = own.unanswered[:MOST_UNANSWERED] if edges is None else []
+        agreed = own.without(left) if edges is None else own.left
         yield {
             "client": client,
             "name": names.get(devices.get(client, ""), str(facts.get(client, {}).get("name", ""))),
             "device": devices.get(client, ""),
-            "rows": len(own.rows),
-            "root": own.root,
+            **own.told,
             "bytes_up": own.bytes_of(up=True),
             "bytes_down": own.bytes_of(up=False),
             "rounds": asked[client],
             "epsilon": _epsilon(folder, asked[client]),
-            "answered": {"rows": len(agreed.rows), "root": agreed.root},
+            "answered": agreed.told,
             "unanswered": [list(place) for place in left],
             "receipt": receipts.get(str(client)),
         }

@@ -8,26 +8,36 @@ logs of devices, the rows behind their receipts are too.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 from pydantic import TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
 from polyfed.core.errors import DataError, PolyfedError, counted
-from polyfed.core.system.files import AUDIT
+from polyfed.core.system.files import AUDIT, PUBLIC_KEY
 from polyfed.core.system.json_and_toml import parse_json
 from polyfed.experiment.certificate.issue import (
-    DEPLOYMENT,
     FORMAT,
+    SIMULATION,
     VOUCHES,
+    WITH_EDGES,
     PublicKeys,
     digest_of,
     evidence,
     root_of_clients,
 )
-from polyfed.privacy.egress.audit_log.keys import canonical, is_signed, is_tied
-from polyfed.privacy.egress.audit_log.receipts import RECEIPT, STRICT, ClientLedger, Receipt, ledgers, log_rows
-from polyfed.privacy.egress.audit_log.verification import verify
+from polyfed.privacy.egress.audit_log.edge_receipts import EDGE_RECEIPT, EdgeReceipt, crossing
+from polyfed.privacy.egress.audit_log.keys import canonical, is_signed, is_tied, key_text
+from polyfed.privacy.egress.audit_log.receipts import (
+    RECEIPT,
+    STRICT,
+    ClientLedger,
+    LeftOut,
+    Receipt,
+    ledgers,
+    log_rows,
+)
+from polyfed.privacy.egress.audit_log.verification import public_key, verify
 from polyfed.report.reading.run_folder import Folder
 from polyfed.transport.logins import fingerprint
 
@@ -61,6 +71,19 @@ class _Client(TypedDict):
 
 
 @with_config(STRICT)
+class _Edge(TypedDict):
+    silo: int
+    name: str
+    device: str
+    clients: list[int]
+    rows: int
+    root: str
+    answered: _Ledger
+    unanswered: list[list[int]]
+    receipt: EdgeReceipt | None
+
+
+@with_config(STRICT)
 class _Certificate(TypedDict):
     format: str
     run: str
@@ -76,6 +99,7 @@ class _Certificate(TypedDict):
     policy: str
     announcement: str
     clients: list[_Client]
+    edges: NotRequired[list[_Edge]]
     ledgers: str
     privacy: dict[str, Any] | None
     secure_aggregation: list[dict[str, Any]] | None
@@ -87,7 +111,7 @@ class _Certificate(TypedDict):
 
 _SCHEMA: TypeAdapter[Any] = TypeAdapter(_Certificate)
 
-APART = ("issued", "issuer", "key", "clients", "files")
+APART = ("issued", "issuer", "key", "clients", "edges", "files")
 """What is not compared with the files of the run as one value: it does not follow from them, or is compared in
 parts."""
 
@@ -144,15 +168,17 @@ def verify_certificate(
     numbers = [one["client"] for one in content["clients"]]
     if numbers != sorted(set(numbers)):
         result.faults.append("its clients are not listed once each, in the order of their numbers")
-    if root_of_clients(content["clients"]) != content["ledgers"]:
+    edges = content.get("edges", [])
+    if root_of_clients(content["clients"], edges) != content["ledgers"]:
         result.faults.append("the Merkle root of the ledgers is not that of its clients")
+    vouched = _check_edges(content, trusted, result)
     for one in content["clients"]:
-        _check_client(one, content, trusted, result)
-    if content["kind"] == DEPLOYMENT:
+        _check_client(one, content, trusted, vouched, result)
+    if content["kind"] != SIMULATION:
         _count_receipts(content, result)
     names = {} if trusted is None else trusted.devices
     if trusted is not None and (
-        others := set(names.values()) - {names.get(one["device"]) for one in content["clients"]}
+        others := set(names.values()) - {names.get(one["device"]) for one in (*content["clients"], *edges)}
     ):
         named = ", ".join(sorted(others)[:MOST_TOLD])
         result.remarks.append(f"{trusted.folder} has keys of devices that the certificate does not name: {named}")
@@ -200,58 +226,133 @@ def _opened(file: Path) -> Mapping[str, Any]:
     return dict(content)
 
 
+def _check_edges(content: Mapping[str, Any], trusted: PublicKeys | None, found: Verification) -> dict[int, str]:
+    """Check what a certificate says about edges. Return the key of each client's device for which its edge vouches."""
+    if ("edges" in content) != (content["kind"] == WITH_EDGES):
+        found.faults.append(f"it is the certificate of a {content['kind']}, and does not fit whether it lists edges")
+    edges, keys = content.get("edges", []), {one["client"]: one["device"] for one in content["clients"]}
+    members = [client for edge in edges for client in edge["clients"]]
+    if edges and sorted(members) != sorted(keys):
+        found.faults.append("its edges do not name each of its clients once")
+    if [edge["silo"] for edge in edges] != sorted({edge["silo"] for edge in edges}):
+        found.faults.append("its edges are not listed once each, in the order of their silos")
+    vouched = dict[int, str]()
+    for edge in edges:
+        before = len(found.faults)
+        _check_name(f"the edge of silo {edge['silo']}", edge, trusted, found)
+        if edge["receipt"] is not None:
+            named = _check_edge(edge, content["run"], keys, trusted, found)
+            vouched |= named if len(found.faults) == before else {}
+    return vouched
+
+
+def _check_edge(
+    edge: Mapping[str, Any], run: str, keys: Mapping[int, str], trusted: PublicKeys | None, found: Verification
+) -> dict[int, str]:
+    """Check the receipt of an edge. Return the keys that it names for the devices of its silo."""
+    who, told, said = f"the edge of silo {edge['silo']}", edge["receipt"], edge["receipt"]["receipt"]
+    if not is_signed(told["key"], EDGE_RECEIPT, said, told["signature"]):
+        found.faults.append(f"{who}: the signature of its receipt does not fit")
+    if (said["run"], said["silo"]) != (run, edge["silo"]):
+        found.faults.append(f"{who}: its receipt is that of silo {said['silo']} in the run {said['run']}")
+    elif not _same(said, edge["answered"]):
+        found.faults.append(
+            f"{who} signed another ledger ({said['rows']} rows) of what passed between it and the server than the "
+            f"server certifies ({edge['answered']['rows']} rows). `polyfed audit-log reconcile` compares both logs"
+        )
+    if said["unanswered"] != edge["unanswered"]:
+        found.faults.append(f"{who} left out other requests than the certificate names as unanswered")
+    named = {client: key for client in edge["clients"] if (key := said["devices"].get(str(client), ""))}
+    for client in [client for client, key in named.items() if keys.get(client) != key]:
+        found.faults.append(f"client {client} is the device {keys.get(client)}, and {who} says {named[client]}")
+    _check_keys(who, edge, told, trusted, found)
+    return named
+
+
 def _check_client(
-    one: Mapping[str, Any], content: Mapping[str, Any], trusted: PublicKeys | None, found: Verification
+    one: Mapping[str, Any],
+    content: Mapping[str, Any],
+    trusted: PublicKeys | None,
+    vouched: Mapping[int, str],
+    found: Verification,
 ) -> None:
     """Check what a certificate says about one client."""
-    client, told = f"client {one['client']}", one["receipt"]
-    known = trusted.devices.get(one["device"], "") if trusted is not None else ""
-    if trusted is not None and known and one["name"] not in ("", known):
-        found.faults.append(f"{client} is called '{one['name']}', and its key is that of '{known}' in {trusted.folder}")
+    client, told, behind = f"client {one['client']}", one["receipt"], content["kind"] == WITH_EDGES
+    _check_name(client, one, trusted, found)
     if told is None:
         return
-    said = told["receipt"]
+    said, certified = told["receipt"], one["answered"]
+    own = said.get("left", {"rows": 0, "root": ""}) if behind else said
     if not is_signed(told["key"], RECEIPT, said, told["signature"]):
         found.faults.append(f"{client}: the signature of its receipt does not fit")
     if (said["run"], said["client"]) != (content["run"], one["client"]):
         found.faults.append(f"{client}: its receipt is that of client {said['client']} in the run {said['run']}")
-    elif (said["rows"], said["root"]) != (one["answered"]["rows"], one["answered"]["root"]):
+    elif behind and not _same(own, certified):
         found.faults.append(
-            f"{client}: its device signed another ledger ({said['rows']} rows) than the server certifies "
-            f"({one['answered']['rows']} rows). `polyfed audit-log reconcile` compares both logs"
+            f"{client}: its device signed other rows ({own['rows']}) for the server than the server certifies "
+            f"({certified['rows']}): its edge or the server changed them. `polyfed audit-log reconcile` compares logs"
         )
-    if said["unanswered"] != one["unanswered"]:
+    elif not _same(own, certified):
+        found.faults.append(
+            f"{client}: its device signed another ledger ({own['rows']} rows) than the server certifies "
+            f"({certified['rows']} rows). `polyfed audit-log reconcile` compares both logs"
+        )
+    if not behind and said["unanswered"] != one["unanswered"]:
         found.faults.append(f"{client}: its device left out other requests than the certificate names as unanswered")
-    _check_keys(one, told, trusted, found)
+    _check_keys(client, one, told, trusted, found, vouched=vouched.get(one["client"]) == one["device"] != "")
+
+
+def _same(said: Mapping[str, Any], certified: Mapping[str, Any]) -> bool:
+    return bool((said["rows"], said["root"]) == (certified["rows"], certified["root"]))
+
+
+def _check_name(who: str, one: Mapping[str, Any], trusted: PublicKeys | None, found: Verification) -> None:
+    known = trusted.devices.get(one["device"], "") if trusted is not None else ""
+    if trusted is not None and known and one["name"] not in ("", known):
+        found.faults.append(f"{who} is called '{one['name']}', and its key is that of '{known}' in {trusted.folder}")
 
 
 def _check_keys(
-    one: Mapping[str, Any], told: Mapping[str, Any], trusted: PublicKeys | None, found: Verification
+    who: str,
+    one: Mapping[str, Any],
+    told: Mapping[str, Any],
+    trusted: PublicKeys | None,
+    found: Verification,
+    *,
+    vouched: bool = False,
 ) -> None:
-    """Check whether the key of a receipt is that of the client's device."""
-    client, tie = f"client {one['client']}", told.get("tie")
+    """Check whether the key of a receipt is that of the device of a client or edge, or of one that its edge names."""
+    tie = told.get("tie")
     if tie is not None:
         if not is_tied(tie, told["key"]):
-            found.faults.append(f"{client}: the key of its log is not signed by the key of a device")
+            found.faults.append(f"{who}: the key of its log is not signed by the key of a device")
             return
         device = fingerprint(tie["key"].encode())
         if device != one["device"]:
-            found.faults.append(f"{client} is the device {one['device']}, and {device} signed the key of its log")
-    if trusted is None or told["key"] in trusted.logs or (tie is not None and one["device"] in trusted.devices):
+            found.faults.append(f"{who} is the device {one['device']}, and {device} signed the key of its log")
+    if trusted is None or told["key"] in trusted.logs:
         return
-    found.faults.append(f"{client}: neither the key of its device nor that of its log is in {trusted.folder}")
+    if tie is not None and (vouched or one["device"] in trusted.devices):
+        return
+    found.faults.append(f"{who}: neither the key of its device nor that of its log is in {trusted.folder}")
 
 
 def _count_receipts(content: Mapping[str, Any], found: Verification) -> None:
-    """Tell for which clients the server alone vouches."""
-    alone = [one for one in content["clients"] if one["receipt"] is None]
+    """Tell for which clients and edges the server alone vouches."""
+    edges, alone = content.get("edges", []), [one for one in content["clients"] if one["receipt"] is None]
     count = len(content["clients"]) - len(alone)
     devices = counted(count, "device signed the root of its", "devices signed the roots of their")
     found.remarks.append(f"{devices} own ledger{'s' if count != 1 else ''}")
+    if edges:
+        signed = counted(sum(one["receipt"] is not None for one in edges), "edge", "edges")
+        found.remarks.append(f"{signed} of {len(edges)} signed what passed between silo and server")
     if alone:
         named = ", ".join(str(one["client"]) for one in alone[:MOST_TOLD])
         found.remarks.append(f"without receipt, so that the server alone vouches: clients {named}")
-    if left := sum(len(one["unanswered"]) for one in content["clients"]):
+    if silent := [str(one["silo"]) for one in edges if one["receipt"] is None]:
+        named = ", ".join(silent[:MOST_TOLD])
+        found.remarks.append(f"without receipt of their edge, so that server and devices vouch: silos {named}")
+    if left := sum(len(one["unanswered"]) for one in (*content["clients"], *edges)):
         found.remarks.append(
             f"receipts leave out {counted(left, 'request', 'requests')} to which the server got no reply"
         )
@@ -266,54 +367,85 @@ def _compare_run(content: Mapping[str, Any], run: Path, found: Verification) -> 
         elif digest_of(folder.path / name) != digest:
             found.faults.append(f"{folder.path / name} is not the certified file")
     try:
-        now = evidence(folder, {one["device"]: one["name"] for one in content["clients"] if one["device"]})
+        named = (*content["clients"], *content.get("edges", ()))
+        now = evidence(folder, {one["device"]: one["name"] for one in named if one["device"]})
     except PolyfedError as error:
         found.faults.append(str(error))
         return
     for key in now.keys() - set(APART):
-        if now[key] != content[key]:
+        if now[key] != content.get(key):
             found.faults.append(f"'{key}' of the certificate does not follow from {folder.path}")
-    _compare_clients(content, now, str(folder.path), found)
+    _compare_each("clients", "client", content, now, str(folder.path), found)
+    _compare_each("edges", "silo", content, now, str(folder.path), found)
     if not found.faults:
         found.remarks.append(f"all of it follows from the files in {folder.path}")
 
 
-def _compare_clients(content: Mapping[str, Any], now: Mapping[str, Any], where: str, found: Verification) -> None:
-    before = {one["client"]: one for one in content["clients"]}
-    own = {one["client"]: one for one in now["clients"]}
-    for client in sorted(before.keys() | own.keys()):
-        if client not in own or client not in before:
-            found.faults.append(f"client {client} is missing in {'the certificate' if client in own else where}")
-        elif changed := [
-            key for key, value in own[client].items() if key != "epsilon" and value != before[client][key]
-        ]:
-            found.faults.append(f"client {client} has another {', '.join(changed)} in {where}")
+def _compare_each(
+    part: str, number: str, content: Mapping[str, Any], now: Mapping[str, Any], where: str, found: Verification
+) -> None:
+    """Compare what a certificate says about each client, or about each edge, with what follows from the run."""
+    before = {one[number]: one for one in content.get(part, ())}
+    own = {one[number]: one for one in now.get(part, ())}
+    who = "client" if number == "client" else "the edge of silo"
+    for name in sorted(before.keys() | own.keys()):
+        if name not in own or name not in before:
+            found.faults.append(f"{who} {name} is missing in {'the certificate' if name in own else where}")
+        elif changed := [key for key, value in own[name].items() if key != "epsilon" and value != before[name][key]]:
+            found.faults.append(f"{who} {name} has another {', '.join(changed)} in {where}")
 
 
 def _compare_log(content: Mapping[str, Any], place: Path, found: Verification) -> None:
-    """Compare the audit log of a device with what the certificate says about its clients."""
+    """Compare the audit log of a device or of an edge with what the certificate says about its clients."""
     try:
         verify(place)
-        logged = ledgers(log_rows(place / AUDIT), content["run"])
+        rows = log_rows(place / AUDIT)
+        logged = ledgers(rows, content["run"])
+        if not logged:
+            found.faults.append(f"{place / AUDIT} has no row of the run {content['run']}")
+        for edge in content.get("edges", ()):
+            _compare_edge(content["run"], edge, place, rows, found)
     except (DataError, ValueError) as error:
         found.faults.append(str(error))
         return
-    if not logged:
-        found.faults.append(f"{place / AUDIT} has no row of the run {content['run']}")
     known: dict[int, Mapping[str, Any]] = {one["client"]: one for one in content["clients"]}
     for client, own in logged.items():
         if client not in known:
             found.faults.append(f"{place / AUDIT} has rows of client {client}, which the certificate does not name")
             continue
-        agreed = own.without([(round, ask) for round, ask in known[client]["unanswered"]])
-        if {"rows": len(agreed.rows), "root": agreed.root} != known[client]["answered"]:
-            found.faults.append(_difference(place, client, agreed, known[client]))
+        if content["kind"] == WITH_EDGES:
+            agreed = own.left.without(_left_out(content, client))
+        else:
+            agreed = own.without([tuple(place) for place in known[client]["unanswered"]])
+        if agreed.told != known[client]["answered"]:
+            found.faults.append(_difference(f"client {client}", place, agreed, known[client]))
         else:
             found.remarks.append(f"client {client}: {place / AUDIT} holds the certified ledger")
 
 
-def _difference(place: Path, client: int, own: ClientLedger, told: Mapping[str, Any]) -> str:
+def _left_out(content: Mapping[str, Any], client: int) -> list[LeftOut]:
+    """Return the requests that the server named to the edge of a client as unanswered."""
+    return [tuple(one) for edge in content["edges"] if client in edge["clients"] for one in edge["unanswered"]]
+
+
+def _compare_edge(
+    run: str, edge: Mapping[str, Any], place: Path, rows: Sequence[Mapping[str, Any]], found: Verification
+) -> None:
+    """Compare a log with what the certificate says about an edge that has signed with the key of this log."""
+    told = edge["receipt"]
+    if told is None or key_text(public_key(place / PUBLIC_KEY)) != told["key"]:
+        return
+    left = [tuple(one) for one in edge["unanswered"]]
+    own = crossing(rows, run, told["receipt"]["received"]).without(left)
+    who = f"the edge of silo {edge['silo']}"
+    if own.told != edge["answered"]:
+        found.faults.append(_difference(who, place, own, edge))
+    else:
+        found.remarks.append(f"{who}: {place / AUDIT} holds the certified ledger")
+
+
+def _difference(who: str, place: Path, own: ClientLedger, told: Mapping[str, Any]) -> str:
     return (
-        f"client {client}: {place / AUDIT} holds {len(own.rows)} rows of the run, and not the certified "
+        f"{who}: {place / AUDIT} holds {len(own.rows)} rows of the run, and not the certified "
         f"{told['answered']['rows']}. `polyfed audit-log reconcile` names them"
     )

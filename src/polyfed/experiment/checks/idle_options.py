@@ -7,13 +7,14 @@ changes every option of every method, one at a time, and demands that the run ch
 
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.evaluate import Evaluate
 from polyfed.core.errors import PolyfedWarning
 from polyfed.core.messages import LABELS, OF_THE_MODEL
+from polyfed.core.option_checks import default_of
 from polyfed.core.registry import name_of
 from polyfed.core.tasks import tasks_of, types_of
 from polyfed.experiment.recipes.recipe import Recipe
@@ -68,8 +69,7 @@ def _sections(recipe: Recipe) -> dict[str, Any]:
 
 def _default(part: Any, option: str) -> Any:
     """Return the default of an option. Without a default, return an object that equals no value."""
-    own = next(one for one in fields(part) if one.name == option)
-    return own.default if own.default_factory is MISSING else own.default_factory()
+    return default_of(next(one for one in fields(part) if one.name == option))
 
 
 def _written(value: Any) -> str:

@@ -22,6 +22,7 @@ from typing_extensions import NotRequired, TypedDict  # noqa: UP035 - pydantic r
 
 from polyfed.algorithms import ALGORITHMS
 from polyfed.core.errors import DataError, RecipeError
+from polyfed.core.registry import Allowance, only
 from polyfed.core.system.json_and_toml import json_ready, parse_json
 from polyfed.experiment.recipes.sections import SECTIONS
 from polyfed.experiment.results.round_facts import code_digest, versions
@@ -48,7 +49,7 @@ SAME = (
     "rounds",
     *(f"{name}." for name, part in SECTIONS.items() if not part.of_method and name not in NOT_PACKED),
 )
-"""The first words of the keys in which method, control and placebo agree, except for what a search chose."""
+"""The first words of the keys in which method and control agree, except for what the control's search has tried."""
 
 PATHS = ("path", "cache", "transcripts")
 """The keys of [data] that name files."""
@@ -161,7 +162,9 @@ def read_entry(file: Path) -> tuple[Entry, str]:
         raise DataError(f"{file} is no entry of a board: {place}: {first['msg']}") from None
     except ValueError as error:
         raise DataError(f"{file} is no entry of a board ({error}). `polyfed board pack` writes one") from None
-    refuse(f"{file} breaks the rules of the board", list(faults_of(entry)))
+    with only(Allowance()):  # a rule looks up the control's class, and a stranger may name any
+        faults = list(faults_of(entry))
+    refuse(f"{file} breaks the rules of the board", faults)
     return entry, hashlib.sha256(raw).hexdigest()
 
 
@@ -197,12 +200,31 @@ def trials(part: Part) -> dict[str, list[EntryRun]]:
 
 def table_of(part: Part, run: EntryRun) -> dict[str, Any]:
     """Return the recipe of a run as a table."""
-    table = deepcopy(part["recipe"])
-    for key, value in run["chosen"].items():
-        put(table, key, value)
+    table = settled(part, run["chosen"])
     if run["tuning"]:
         put(table, "clients.measure_on", "validation")
     return table | {"seed": run["seed"]}
+
+
+def settled(part: Part, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the recipe of a part with the settings of a run.
+
+    Raises:
+        RecipeError: a key is inside of a value.
+    """
+    result = deepcopy(part["recipe"])
+    for key, value in chosen.items():
+        put(result, key, value)
+    return result
+
+
+def leaves(table: Mapping[str, Any], above: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    """Return the values of nested tables by their places. `flat` would join two places whose keys have dots."""
+    result: dict[tuple[str, ...], Any] = {}
+    for key, value in table.items():
+        place = (*above, key)
+        result |= leaves(value, place) if isinstance(value, dict) and value else {place: value}
+    return result
 
 
 def scores(part: Part, metrics: Sequence[str]) -> dict[int, float]:
@@ -223,9 +245,20 @@ def has_placebo(name: str) -> bool:
 
 def faults_of(entry: Entry) -> Iterator[str]:
     """Yield a sentence for each rule that an entry breaks."""
-    for role, part in parts_of(entry):
-        for fault in (*_shape_faults(part), *_run_faults(part, entry["metrics"])):
-            yield f"{role}: {fault}"
+    try:
+        for role, part in parts_of(entry):
+            whole = {repr(run["chosen"]): settled(part, run["chosen"]) for run in part["runs"]}
+            faults = dict.fromkeys(fault for recipe in whole.values() for fault in _recipe_faults(recipe))
+            yield from (f"{role}: {fault}" for fault in (*faults, *_run_faults(part, entry["metrics"])))
+            if any(at(recipe, "algorithm.name") != algorithm_of(part) for recipe in whole.values()):
+                yield f"{role}: a search cannot choose the algorithm"
+            if not _NAME.fullmatch(part["name"]):
+                yield f"{role}: a name has letters, digits and blanks, at most 80 of them"
+        yield from _control_faults(entry)
+        yield from _placebo_faults(entry)
+        yield from _choice_faults(entry)
+    except (AttributeError, TypeError, KeyError, RecipeError) as error:
+        yield f"a recipe has a section that is none, or a key of the search that is none ({error})"
     if not _NAME.fullmatch(entry["scenario"]):
         yield "scenario: a name has letters, digits and blanks, at most 80 of them"
     if (code := entry["code"]) is not None:
@@ -233,23 +266,15 @@ def faults_of(entry: Entry) -> Iterator[str]:
     module, colon, _ = algorithm_of(entry["method"]).partition(":")
     if bool(colon) != (code is not None) or (code is not None and module != code["module"]):
         yield f"method: the recipe names the algorithm '{algorithm_of(entry['method'])}', and `code` is of another"
-    try:
-        yield from _control_faults(entry)
-        yield from _placebo_faults(entry)
-        yield from _choice_faults(entry)
-    except (AttributeError, TypeError, KeyError, RecipeError) as error:
-        yield f"a recipe has a section that is none, or a key of the search that is none ({error})"
 
 
-def _shape_faults(part: Part) -> Iterator[str]:
-    recipe = part["recipe"]
-    if not _NAME.fullmatch(part["name"]):
-        yield "a name has letters, digits and blanks, at most 80 of them"
+def _recipe_faults(recipe: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what the recipe of a run may not have, whether it stands in the recipe of the part or was chosen."""
     for section in NOT_PACKED:
         if section in recipe:
             yield f"the recipe has '{section}', which an entry leaves out"
-    for key, value in flat(recipe).items():
-        head, _, last = key.rpartition(".")
+    for (*above, last), value in leaves(recipe).items():
+        head, key = ".".join(above), ".".join((*above, last))
         named = last in PATHS or (isinstance(value, str) and bool(_SEPARATOR.search(value)))
         if head == "data" and named and not (last == "path" and value == Path(str(value)).name):
             yield f"{key} = {value!r} is a path. An entry has at most the name of a data file"
@@ -296,8 +321,9 @@ def _code_faults(code: Code) -> Iterator[str]:
 
 def _control_faults(entry: Entry) -> Iterator[str]:
     method, control = entry["method"], entry["control"]
-    options = control["recipe"]["algorithm"]
-    plain = not options.get("private") and not options.get("fine_tune") and is_fedavg(control["recipe"])
+    recipe = _reported_recipe(control)
+    options = recipe["algorithm"]
+    plain = not options.get("private") and not options.get("fine_tune") and is_fedavg(recipe)
     if algorithm_of(control) != "fedavg" or not plain:
         yield f"control: '{algorithm_of(control)}' is not plain fedavg"
     if algorithm_of(method) == "fedavg" and _differing(method, control, ()) == []:
@@ -321,26 +347,33 @@ def _searched(part: Part) -> int:
     return sum(run["tuning"] for run in part["runs"])
 
 
-def _differing(one: Part, other: Part, of: Sequence[str]) -> list[str]:
-    """Return the keys beginning with one of these words, or all for none, in which two parts differ."""
-    searched = {key for part in (one, other) for run in part["runs"] for key in run["chosen"]}
-    tables = [{k: v for k, v in flat(part["recipe"]).items() if k not in searched} for part in (one, other)]
-    keys = sorted(set(tables[0]) | set(tables[1]))
-    wanted = [key for key in keys if not of or any(key == word or key.startswith(word) for word in of)]
-    absent = object()
-    return [key for key in wanted if tables[0].get(key, absent) != tables[1].get(key, absent)]
+def _reported_recipe(part: Part) -> dict[str, Any]:
+    """Return the recipe of the reported runs, which all have the same settings."""
+    return settled(part, next((run["chosen"] for run in reported(part)), {}))
+
+
+def _differing(method: Part, other: Part, of: Sequence[str]) -> list[str]:
+    """Return the keys beginning with one of these words, or all for none, in which the reported runs differ.
+
+    What the search of the other part has tried may differ, but never the data.
+    """
+    tried = {key for run in other["runs"] if run["tuning"] for key in run["chosen"] if not key.startswith("data.")}
+    one, two, absent = leaves(_reported_recipe(method)), leaves(_reported_recipe(other)), object()
+    unlike = (".".join(key) for key in sorted(one.keys() | two.keys()) if one.get(key, absent) != two.get(key, absent))
+    return [key for key in unlike if key not in tried and (not of or key.startswith(tuple(of)))]
 
 
 def _placebo_faults(entry: Entry) -> Iterator[str]:
     method, placebo = entry["method"], entry.get("placebo")
-    has = has_placebo(algorithm_of(method)) or PLACEBO in flat(method["recipe"])
+    recipe = _reported_recipe(method)
+    has = has_placebo(algorithm_of(method)) or PLACEBO in flat(recipe)
     if placebo is None:
         if has:
             yield f"placebo: {algorithm_of(method)} has one (algorithm.placebo), and the entry lacks it"
         elif not has_reason(entry["no_placebo"]):
             yield "no_placebo: say in a sentence why the method has no placebo"
         return
-    if at(method["recipe"], PLACEBO) != "none" or at(placebo["recipe"], PLACEBO) in (None, "none"):
+    if at(recipe, PLACEBO) != "none" or at(_reported_recipe(placebo), PLACEBO) in (None, "none"):
         yield "placebo: the method needs algorithm.placebo = 'none', and its placebo another value"
     yield from (
         f"placebo: it has another {key} than the method" for key in _differing(method, placebo, ()) if key != PLACEBO

@@ -29,6 +29,7 @@ from polyfed.experiment.leaderboard.entry import (
     Part,
     algorithm_of,
     here,
+    leaves,
     numbers,
     parts_of,
     read_entry,
@@ -293,11 +294,11 @@ def _differences(part: Part, run: EntryRun, data: Path | None, imports: tuple[st
 
 def _other_values(told: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[str]:
     """Yield the values that differ, the first ones by name."""
-    file, own, absent = flat(dict(told)), flat(dict(found)), object()
-    keys = sorted(file.keys() | own.keys(), key=lambda key: (key != STATE, not key.startswith("metrics"), key))
+    file, own, absent = leaves(told), leaves(found), object()
+    keys = sorted(file.keys() | own.keys(), key=lambda key: (key != (STATE,), key[0] != "metrics", key))
     wrong = [key for key in keys if file.get(key, absent) != own.get(key, absent)]
     for key in wrong[:MOST_NAMED]:
-        yield f"{key} is {own.get(key, 'absent')} here, and {file.get(key, 'absent')} in the file"
+        yield f"{'.'.join(key)} is {own.get(key, 'absent')} here, and {file.get(key, 'absent')} in the file"
     if len(wrong) > MOST_NAMED:
         yield f"and {len(wrong) - MOST_NAMED} more values, of {len(keys)}"
 

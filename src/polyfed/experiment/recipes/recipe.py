@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from polyfed.algorithms import ALGORITHMS
 from polyfed.algorithms.base import Algorithm
 from polyfed.core.errors import RecipeError
-from polyfed.core.option_checks import NOT_NEGATIVE, checked
+from polyfed.core.option_checks import NOT_NEGATIVE, checked, default_of
 from polyfed.core.problems import Problems
 from polyfed.core.registry import name_of
 from polyfed.core.system.json_and_toml import parse_toml
@@ -277,6 +277,14 @@ def _sections(table: Mapping[str, Any], top: Mapping[str, Any], problems: Proble
                 raise RecipeError(f"'{key}' is a section: write [{key}] and its keys below it", (key,))
             kept[key] = value
     return kept
+
+
+def off_by_default(part: Any) -> dict[str, Any]:
+    """Return the options of a section's dataclass that are off by default, with these defaults as TOML holds them."""
+    if not dataclasses.is_dataclass(part):
+        return {}
+    defaults = {f.name: _toml(default_of(f)) for f in fields(part)}
+    return {name: value for name, value in defaults.items() if value == "none" or not value}
 
 
 def as_table(part: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 
 from polyfed.algorithms import NAMED
 from polyfed.algorithms.base import Algorithm, ServerState
+from polyfed.algorithms.evaluate import Evaluate
 from polyfed.core.errors import CheckpointError, command, counted
 from polyfed.core.registry import name_of
 from polyfed.core.system.tracing import flush, span
@@ -443,7 +444,9 @@ class _Loop:
         result |= {"seconds_total": self.totals["seconds"]} | seconds_of([r["seconds"]["train"] for r in self.rounds])
         result["logged"] = means_of(logged := [row["logged"] for row in self.rounds])
         train = getattr(self.recipe.algorithm, "train", None)
-        idle = untrained(self.rounds) if isinstance(train, Train) and (train.steps or train.epochs) else []
+        trains = isinstance(train, Train) and (train.steps or train.epochs)
+        trains = trains and not isinstance(self.recipe.algorithm, Evaluate)
+        idle = untrained(self.rounds) if trains else []
         idle += untested(self.recipe, result)
         result["concerns"] = (self.recipe.algorithm.concerns(logged) if logged else []) + idle
         more = still_falls(self.rounds) if self._end().by == "rounds" else None

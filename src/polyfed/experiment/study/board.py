@@ -190,8 +190,11 @@ class Board:
         return None
 
     def score_at(self, entry: Entry, rung: int, metrics: Sequence[str]) -> float | None:
-        """Return the score of a run after a round. A run that ended earlier has its last score, a diverged one None."""
-        row = None if entry.state == "failed" else self.row(entry, rung)
+        """Return the score of a run after a round. A run that ended earlier has its last score, a diverged one None.
+
+        A run that diverged later has its score: the search read it before, and must read it again when it goes on.
+        """
+        row = self.row(entry, rung)
         if row is None:
             return entry.score(metrics)
         found = first_metric({"metrics": row["metrics"], "task": entry.result.get("task")}, metrics)
@@ -200,6 +203,7 @@ class Board:
     def note_failure(self, entry: Entry, code: int, why: str) -> None:
         """Note that a run failed. If training diverged, also note this on disk, because it would diverge again."""
         entry.state, entry.code, entry.why = "failed", code, why
+        entry.result = {}  # the score of a round after which it paused is not that of the setting
         if entry.diverged:
             self._failure(entry).parent.mkdir(exist_ok=True)
             replace_text(self._failure(entry), json.dumps({"code": code, "why": why}))

@@ -8,6 +8,7 @@ the same name on every machine, so a sweep finds its result by the name.
 import gzip
 import json
 import shutil
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NotRequired
@@ -21,6 +22,7 @@ from polyfed.core.system.files import RECIPE, RESULT, ROUNDS, STUDY, replace_byt
 from polyfed.core.system.json_and_toml import parse_json
 from polyfed.experiment.study.board import FAILURES, Entry
 from polyfed.experiment.study.plan import quiet
+from polyfed.report.comparison.folds import fold_of
 from polyfed.report.reading.run_folder import Folder
 from polyfed.report.reading.run_schema import ANY_KEYS, ROUND_ROW, RUN_RESULT, parse_as
 from polyfed.report.reading.study_folder import StudyRun, facts_of_study
@@ -30,6 +32,12 @@ KEPT = ("algorithm", "seed", "rounds", "task", "bytes_up", "bytes_down", "second
 
 SUMMED = ("bytes_up", "bytes_down", "simulated_seconds")
 """What a kept round sums up over the rounds since the last one that is kept."""
+
+POOLED = ("confusion", "moments")
+"""What the last kept round of a fold has besides, from which a comparison pools the rows of all folds."""
+
+LARGEST = 2**28
+"""Largest size in bytes of what the file unpacks to: some hundred thousand runs (inferred)."""
 
 
 @with_config(ANY_KEYS)
@@ -60,13 +68,18 @@ def read_known(file: Path) -> dict[str, Known]:
     if not file.exists():
         return {}
     try:
-        lines = gzip.decompress(file.read_bytes()).decode("utf-8").splitlines()
-        rows = [_LINE.validate_python(parse_json(line)) for line in lines]
+        with gzip.open(file) as packed:
+            text = packed.read(LARGEST + 1)
+        if len(text) > LARGEST:
+            raise ValueError(f"it unpacks to more than {LARGEST:,} bytes")
+        rows = [_LINE.validate_python(parse_json(line)) for line in text.decode("utf-8").splitlines()]
         for row in rows:
+            if not row.get("failure") and "metrics" not in row.get("result", {}):
+                raise ValueError(f"the run {row['run']} has neither scores nor a failure")
             parse_as(RUN_RESULT, json.dumps(row.get("result", {})))
             for evaluated in row.get("evaluated", []):
                 parse_as(ROUND_ROW, json.dumps(evaluated))
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         why = str(error).partition("\n")[0]
         raise DataError(f"{file} holds no results of a study: {why}. Take a copy, or leave the file out") from None
     return {row["run"]: row for row in rows}
@@ -87,10 +100,10 @@ def write_known(folder: Path, file: Path) -> int:
     """
     facts = facts_of_study(folder) if (folder / STUDY).is_file() else {}
     rows = read_known(file)
-    metrics = facts.get("metrics", {})
+    metrics, pruned = facts.get("metrics", {}), facts.get("pruned", False)
     for run in facts.get("runs", []):
         name = Path(run["folder"]).name
-        if name not in rows and (content := _content(folder, run, metrics.get(run["scenario"], []))):
+        if name not in rows and (content := _content(folder, run, metrics.get(run["scenario"], []), pruned)):
             place = {key: run[key] for key in ("scenario", "method", "tuning")} | {"seed": run.get("seed", 0)}
             chosen, code = run.get("chosen", {}), run.get("source", "")
             rows[name] = _LINE.validate_python({"run": name, **place, "chosen": chosen, "code": code, **content})
@@ -101,19 +114,32 @@ def write_known(folder: Path, file: Path) -> int:
     return len(rows)
 
 
-def _content(folder: Path, run: StudyRun, metrics: Iterable[str]) -> dict[str, Any]:
-    """Return the entries of a run's line that hold its result; empty if the run has not ended."""
-    path = folder / run["folder"]
-    if run["state"] == "finished":
-        result = Folder(path).result
-        kept = {key: result[key] for key in KEPT if key in result}
-        if run["tuning"]:  # the search reads nothing else
-            return {"result": kept | {"metrics": _scores(result, metrics)}}
-        groups = {metric.partition(".")[0] for metric in metrics} | {"validation"}
-        scores = {name: own for name, own in result.get("metrics", {}).items() if name in groups}
-        return {"result": kept | {"metrics": scores}, "evaluated": list(_evaluated(Folder(path), metrics))}
-    failure = folder / FAILURES / f"{path.name}.json"
-    return {"failure": parse_json(failure.read_text(encoding="utf-8"))} if failure.is_file() else {}
+def _content(folder: Path, run: StudyRun, metrics: Iterable[str], pruned: bool) -> dict[str, Any]:
+    """Return the entries of a run's line that hold its result; empty if the run has not ended.
+
+    Args:
+        folder: the folder of the study.
+        run: its entry in `study.json`.
+        metrics: the metrics of its scenario.
+        pruned: whether the search stops trials early, so that it also reads the rounds of its runs.
+    """
+    path, failure = folder / run["folder"], folder / FAILURES / f"{Path(run['folder']).name}.json"
+    known = Folder(path) if run["state"] == "finished" else None
+    rows = run["tuning"] and pruned and (path / ROUNDS).is_file()
+    evaluated = {"evaluated": list(_evaluated(Folder(path), metrics))} if rows else {}
+    if known is None:
+        content = {"failure": parse_json(failure.read_text(encoding="utf-8"))} if failure.is_file() else {}
+        return content and content | evaluated
+    kept = {key: known.result[key] for key in KEPT if key in known.result}
+    if run["tuning"]:  # the search reads nothing else
+        return {"result": kept | {"metrics": _scores(known.result, metrics)}} | evaluated
+    groups = {metric.partition(".")[0] for metric in metrics} | {"validation"}
+    scores = {name: own for name, own in known.result.get("metrics", {}).items() if name in groups}
+    every = list(_evaluated(known, metrics))
+    if every and fold_of(known):
+        *_, last = known.rounds()
+        every[-1] |= {name: last[name] for name in POOLED if name in last and last["round"] == every[-1]["round"]}
+    return {"result": kept | {"metrics": scores}, "evaluated": every}
 
 
 def _evaluated(run: Folder, metrics: Iterable[str]) -> Iterator[dict[str, Any]]:
@@ -142,19 +168,21 @@ def _scores(row: Mapping[str, Any], metrics: Iterable[str]) -> dict[str, dict[st
 def restore(known: Known, entry: Entry, folder: Path) -> None:
     """Write a known result into the folder of a study, as if the run had ended there.
 
-    The folder of the run has its recipe, its result and its evaluated rounds, and no ledger, report or model.
+    The folder of the run has its recipe, its result and its evaluated rounds, and no ledger, report or model. That of a
+    run that diverged has no result, and exists only if the search reads its rounds.
     """
+    path = folder / "runs" / entry.name
+    rows: Iterable[Mapping[str, Any]] = known.get("evaluated", ())
+    if "failure" not in known or rows:
+        made = path.with_name(f".{entry.name}")
+        shutil.rmtree(made, ignore_errors=True)
+        made.mkdir(parents=True)
+        (made / RECIPE).write_text(tomli_w.dumps(quiet(entry.recipe).table()), encoding="utf-8")
+        (made / ROUNDS).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        if "failure" not in known:
+            (made / RESULT).write_text(json.dumps(known.get("result", {})), encoding="utf-8")
+        shutil.rmtree(path, ignore_errors=True)  # the begin of a run that was stopped
+        made.rename(path)  # in one step, so that no run has a part of its files
     if "failure" in known:
         (folder / FAILURES).mkdir(parents=True, exist_ok=True)
         replace_text(folder / FAILURES / f"{entry.name}.json", json.dumps(known["failure"]))
-        return
-    path = folder / "runs" / entry.name
-    made = path.with_name(f".{entry.name}")
-    shutil.rmtree(made, ignore_errors=True)
-    made.mkdir(parents=True)
-    rows: Iterable[Mapping[str, Any]] = known.get("evaluated", ())
-    (made / RECIPE).write_text(tomli_w.dumps(quiet(entry.recipe).table()), encoding="utf-8")
-    (made / ROUNDS).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    (made / RESULT).write_text(json.dumps(known.get("result", {})), encoding="utf-8")
-    shutil.rmtree(path, ignore_errors=True)  # the begin of a run that was stopped
-    made.rename(path)  # in one step, so that no run has a part of its files

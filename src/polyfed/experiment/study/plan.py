@@ -17,7 +17,7 @@ from polyfed.core.problems import Problems
 from polyfed.data import Columns
 from polyfed.data.columns import VALIDATION
 from polyfed.data.stacking import stacked
-from polyfed.experiment.recipes.recipe import Recipe, parse_recipe, read_table
+from polyfed.experiment.recipes.recipe import Recipe, off_by_default, parse_recipe, read_table
 from polyfed.experiment.recipes.sections import SECTIONS
 from polyfed.experiment.recipes.settings import APART
 from polyfed.experiment.results.round_facts import versions
@@ -160,7 +160,7 @@ class Planner:
         has since renamed the method or the scenario.
         """
         recipe = quiet(table)
-        content = {key: value for key, value in recipe.table().items() if key not in WITHOUT_EFFECT}
+        content = _content(recipe)
         used = {name: version for name, version in versions().items() if name != "python"}
         text = json.dumps([content, self.fingerprint(recipe)[0], used], sort_keys=True, default=str)
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -301,6 +301,20 @@ def _cell_text(method: str, scenario: str, values: Mapping[str, Any]) -> str:
     """Name a cell for the text of an error: its method, its scenario and its values of the grid."""
     words = " ".join(f"{key} = {value_text(value)}" for key, value in values.items())
     return f"method '{method}' in scenario '{scenario}'" + (f" with {words}" if words else "")
+
+
+def _content(recipe: Recipe) -> dict[str, Any]:
+    """Return what a recipe's results depend on.
+
+    Options that are off, and off by default, are left out: an option that a later version brings must not change the
+    names of runs that do not use it, or their results would be lost.
+    """
+    result = {name: values for name, values in recipe.table().items() if name not in WITHOUT_EFFECT}
+    for name in result.keys() & SECTIONS.keys():
+        section = SECTIONS[name]
+        off = off_by_default(getattr(recipe.algorithm if section.of_algorithm else recipe, section.field))
+        result[name] = {key: value for key, value in result[name].items() if key not in off or value != off[key]}
+    return result
 
 
 def _data_of(recipe: Recipe) -> str:

@@ -254,7 +254,10 @@ class _Sweep:
         name = self.planner.name(table)
         if name not in self.board.entries:
             entry = self.board.entries[name] = Entry(name, table, cell, seed, chosen, tuning)
-            if (row := self.known.get(name)) is not None and not self.board.ended(entry):
+            row = self.known.get(name)
+            if tuning and self.planner.study.pruned and row is not None and "evaluated" not in row:
+                row = None  # of a sweep without pruning, so the scores at the rungs are not known
+            if row is not None and not self.board.ended(entry):
                 restore(row, entry, self.board.folder)
                 self.board.sources[name] = row["code"]
             entry.kept = self.board.look(entry)

@@ -212,6 +212,11 @@ class Study:
         return [] if self.search is None else values_of(self.search.seeds)
 
     @property
+    def pruned(self) -> bool:
+        """Whether the search stops trials early."""
+        return self.search is not None and bool(self.search.prune)
+
+    @property
     def first_seeds(self) -> list[int]:
         """The seeds of every trial; those that `confirm` names have all tuning seeds."""
         return self.tuning_seeds[:1] if self.search is not None and self.search.confirm else self.tuning_seeds

@@ -81,7 +81,7 @@ def pooled_scores(folders: Sequence[Folder]) -> list[Estimate]:
     """
     pooled = []
     for own in _by_seed(folders):
-        told = [[*folder.rounds()][-1].get("moments", {}) for folder in own]
+        told = [[{}, *folder.rounds()][-1].get("moments", {}) for folder in own]
         units = next((unit for unit in ("clients", "rows") if all(unit in one for one in told)), None)
         scores = {folder.headline.score for folder in own}
         if units is None or len(scores) > 1 or len({len(one[units]) for one in told}) > 1:

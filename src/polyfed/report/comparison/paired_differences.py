@@ -261,15 +261,21 @@ def _differences(own: dict[tuple[int, str], float] | None, other: dict[tuple[int
 def _ranks(
     by_place: dict[tuple[str, str], dict[tuple[int, str], float]], methods: Sequence[str], scenarios: Sequence[str]
 ) -> tuple[tuple[str, ...], MeanRanks | None, str]:
-    """Mean ranks of the methods that have a score in every block. The largest score gets rank 1.
+    """Mean ranks of the methods that have all runs in every block. The largest score gets rank 1.
 
     If there are several scenarios, they are the blocks, and the score is the mean over seeds, because the seeds of one
-    scenario are not independent data sets. In a single scenario, the seeds are the blocks.
+    scenario are not independent data sets. In a single scenario, the seeds are the blocks. A method some of whose runs
+    diverged has no rank, because its mean over the others would flatter it.
     """
     if len(scenarios) > 1:
         blocks = "scenarios"
+        every = {s: set().union(*(own for (name, _), own in by_place.items() if name == s)) for s in scenarios}
         columns = {
-            m: {s: statistics.fmean(found.values()) for s in scenarios if (found := by_place.get((s, m)))}
+            m: {
+                s: statistics.fmean(own.values())
+                for s in scenarios
+                if (own := by_place.get((s, m))) and own.keys() == every[s]
+            }
             for m in methods
         }
         wanted: set[Any] = set(scenarios)

@@ -100,10 +100,15 @@ def _spent(past: history.History, cost: str) -> list[float]:
     if cost == "rounds":
         return [float(number) for number in past.rounds]
     if cost == "bytes":
-        up, down = past.columns.get("bytes_up", []), past.columns.get("bytes_down", [])
-        return list(accumulate(((a or 0.0) + (b or 0.0)) * factor for a, b in zip(up, down, strict=True)))
-    seconds = past.columns.get("simulated_seconds", [])
-    return list(accumulate((value or 0.0) * factor for value in seconds)) if any(seconds) else []
+        return [value * factor for value in spent(past, "bytes_up", "bytes_down")]
+    seconds = spent(past, "simulated_seconds")
+    return [value * factor for value in seconds] if any(seconds) else []
+
+
+def spent(past: history.History, *columns: str) -> list[float]:
+    """Return the sum of these columns over all rounds up to each one; empty if the run has none of them."""
+    known = [past.columns[name] for name in columns if name in past.columns]
+    return list(accumulate(sum(value or 0.0 for value in row) for row in zip(*known, strict=True)))
 
 
 def _progression(group: Group, points: dict[int, list[tuple[float, float]]]) -> Progression:

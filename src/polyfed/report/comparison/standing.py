@@ -4,6 +4,7 @@ The sentences of the paragraph claim a difference only where a test at 5 % shows
 tests of the scenario, and otherwise say that none is shown.
 """
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,9 +12,11 @@ from dataclasses import dataclass
 from polyfed.core.errors import counted
 from polyfed.report.comparison.compare import Comparison, Group
 from polyfed.report.comparison.paired_differences import Difference, Evidence
-from polyfed.report.comparison.paired_tests import LEVEL, seeds_to_show
+from polyfed.report.comparison.paired_tests import LEVEL, ROUNDING, seeds_to_show
+from polyfed.report.comparison.score_against_cost import spent
+from polyfed.report.reading import history
 from polyfed.report.reading.run_folder import Folder
-from polyfed.report.scores import first_metric
+from polyfed.report.scores import POOLED, Metric, first_metric, of_main_score
 
 TOO_HIGH = 0.10
 """Validation rows on which the baseline scores so much higher than on the test rows are unlike the test rows."""
@@ -52,7 +55,9 @@ def judgements(comparison: Comparison, baseline: str) -> dict[str, Judgement]:
                 score = first_metric(folder.result, group.metrics)
                 if score is None or not score[0].share:
                     continue
-                own = folder.result["metrics"].get(VALIDATION, {}).get(folder.headline.score)
+                name = score[0].name  # validation rows have no groups: there, `uar` stands for `personal.pooled_uar`
+                word = folder.headline.score if of_main_score(name) else name.rpartition(".")[2].removeprefix(POOLED)
+                own = folder.result["metrics"].get(VALIDATION, {}).get(word)
                 if own is not None:
                     pairs_of.setdefault(group.scenario, []).append((float(own), score[1]))
     return {
@@ -72,25 +77,30 @@ class Cost:
 def cost_to(folder: Folder, metrics: Sequence[str], target: float) -> Cost | None:
     """Return what a run had spent at its first evaluated round with at least this score, or None if it has none.
 
-    If the run evaluates every n rounds, the result can be up to n - 1 rounds late.
+    Of an error, at most this score. If the run evaluates every n rounds, the result can be up to n - 1 rounds late.
     """
-    spent, seconds = 0.0, 0.0
-    for row in folder.rounds():
-        spent += (row.get("bytes_up") or 0) + (row.get("bytes_down") or 0)
-        seconds += row.get("seconds", {}).get("train") or 0.0
-        score = first_metric({"metrics": row.get("metrics", {})}, metrics)
-        if score is not None and score[1] >= target:
-            return Cost(spent, seconds)
-    return None
+    past = history.read(folder)
+    column = next((metric for metric in metrics if metric in past.columns), None)
+    if column is None:
+        return None
+    sign = -1.0 if Metric.of(column, folder.result.get("task")).lowest else 1.0
+    scores = past.columns[column]
+    place = next((n for n, score in enumerate(scores) if score is not None and sign * (score - target) >= 0), None)
+    if place is None:
+        return None
+    traffic, seconds = spent(past, "bytes_up", "bytes_down"), spent(past, "seconds.train")
+    return Cost(*(each[place] if each else 0.0 for each in (traffic, seconds)))
 
 
 def costs_of(group: Group, target: float) -> Cost | None:
-    """Return the median cost of a score over the runs of a group; None if half of them or more do not reach it."""
-    costs = [cost_to(folder, group.metrics, target) for folder in group.folders]
-    reached = [cost for cost in costs if cost is not None]
-    if 2 * len(reached) <= len(costs):
-        return None
-    return Cost(statistics.median(c.bytes for c in reached), statistics.median(c.seconds for c in reached))
+    """Return the median cost of a score over the runs of a group; None if half of them or more do not reach it.
+
+    A run that does not reach it costs more than all others: the median of the others alone would favour methods that
+    rarely reach it.
+    """
+    costs = [cost_to(folder, group.metrics, target) or Cost(math.inf, math.inf) for folder in group.folders]
+    median = Cost(statistics.median(c.bytes for c in costs), statistics.median(c.seconds for c in costs))
+    return median if math.isfinite(median.bytes) else None
 
 
 def seeds_needed(proof: Evidence, scenario: str, method: str, baseline: str) -> int | None:
@@ -114,17 +124,19 @@ def _of_ranks(proof: Evidence, what: str) -> Iterator[str]:
         yield f"There are too few scenarios or methods to rank {what}."
         return
     ranks = sorted(zip(proof.ranks.ranks, proof.methods, strict=True))
-    (first, best), critical = ranks[0], proof.ranks.critical
+    first, critical = ranks[0][0], proof.ranks.critical
+    best = [name for rank, name in ranks if rank - first < ROUNDING]  # several, if they are tied
+    who, has, are = " and ".join(best), *(("has", "is") if len(best) == 1 else ("share", "are"))
     yield (
-        f"Of {len(ranks)} {what}, {best} has the best mean rank, {first:.2f} over {proof.ranks.blocks} {proof.blocks}."
+        f"Of {len(ranks)} {what}, {who} {has} the best mean rank, {first:.2f} over {proof.ranks.blocks} {proof.blocks}."
     )
     if proof.ranks.p >= LEVEL:
         yield f"Friedman's test does not tell the methods apart (p = {proof.ranks.p:.2g}), so no order is shown."
         return
     worse = [name for rank, name in ranks if rank - first >= critical]
     yield (
-        f"Friedman's test gives p = {proof.ranks.p:.2g}; by Nemenyi's critical difference of {critical:.2f}, {best} is "
-        f"better than {', '.join(worse) or 'none of the others'}, and not distinguishable from the rest."
+        f"Friedman's test gives p = {proof.ranks.p:.2g}; by Nemenyi's critical difference of {critical:.2f}, {who} "
+        f"{are} better than {', '.join(worse) or 'none of the others'}, and not distinguishable from the rest."
     )
 
 
@@ -161,8 +173,8 @@ def _of_seeds(proof: Evidence) -> Iterator[str]:
     if known:
         most = max(row.n for row in proof.differences)
         yield (
-            f"Each cell has {counted(most, 'seed', 'seeds')}; to show two points, half of the tests would need more "
-            f"than {statistics.median_low(known)}."
+            f"Each cell has {counted(most, 'seed', 'seeds')}; to show two points, half of the tests would need "
+            f"{statistics.median_low(known)} or more."
         )
 
 

@@ -173,10 +173,10 @@ def _by_client(rows: Sequence[Mapping[str, Any]], run: str) -> dict[int, _Client
 
 
 def _outside(edge: _Client, server: _Client) -> _Client:
-    """Return the rows of an edge about what left its silo or came from the server."""
-    at = WHAT.index("destination")
+    """Return the rows of an edge about what left its silo or came from the server, whose messages its devices lack."""
+    at, received = WHAT.index("destination"), {what[0] for _, what in server.down}
     up = Counter({row: count for row, count in edge.up.items() if row[1][at] == "server"})
-    return _Client(up, Counter({row: count for row, count in edge.down.items() if row in server.down}))
+    return _Client(up, Counter({row: count for row, count in edge.down.items() if row[1][0] in received}))
 
 
 def _add_enrolments(

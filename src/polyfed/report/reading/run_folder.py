@@ -82,7 +82,7 @@ class Folder:
     @property
     def headline(self) -> Headline:
         """The metrics by which the run is judged."""
-        return Headline.of(self.facts.get("task"))
+        return Headline.of(self.facts.get("task") or self.result.get("task"))  # known results have no run.json
 
     @property
     def num_clients(self) -> int:

@@ -51,9 +51,13 @@ class AbsentFacts(TypedDict):
 
 @with_config(ANY_KEYS)
 class StudyFacts(TypedDict, total=False):
-    """The content of `study.json`. Older folders have no `not_compared`."""
+    """The content of `study.json`. Older folders have no `not_compared` and no `pruned`.
+
+    `pruned` tells whether the search stops trials early.
+    """
 
     metrics: dict[str, list[str]]
+    pruned: bool
     runs: list[StudyRun]
     not_compared: list[AbsentFacts]
 

@@ -8,7 +8,8 @@ although one of them may have been killed and have repeated a part of the run.
 A device signs a *receipt* with the key of its audit log: run, client, and the root over its own rows. It leaves out the
 requests that the server names as unanswered, because there the two sides may rightly differ: a request was lost on its
 way, or a reply came too late. The device's login key signs the key of the log, so that whoever knows the device's
-public key can check the receipt (`log_keys`).
+public key can check the receipt (`log_keys`). A device of a silo also signs which of its rows left for the server,
+because the server sees no others; the edge of the silo signs what `edge_receipts` says.
 """
 
 import json
@@ -20,6 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
@@ -36,6 +38,12 @@ from polyfed.privacy.egress.ledger import DRAWN, NO_RUN, TO_CLIENT
 Place = tuple[int, int]
 """(round, number of the request in the round)"""
 
+LeftOut = tuple[int, ...]
+"""A place, or (round, first number, end): all requests of a round from one number on, and before the other."""
+
+TO_SERVER = "server"
+"""The destination of rows about what left for the server."""
+
 APART = ("time", "previous", "device_seal")
 """The keys of a row that say when and by whom it was logged, and not what was sent."""
 
@@ -49,6 +57,14 @@ Digest = Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]
 
 
 @with_config(STRICT)
+class Rows(TypedDict):
+    """A part of a ledger: the number of its rows, and their Merkle root."""
+
+    rows: Annotated[int, Field(ge=0, lt=2**53)]
+    root: Digest
+
+
+@with_config(STRICT)
 class Said(TypedDict):
     """What a device signs. Another machine wrote it, so every part has one form."""
 
@@ -59,6 +75,7 @@ class Said(TypedDict):
     unanswered: list[list[int]]
     policy: Digest
     time: Annotated[str, Field(max_length=40)]
+    left: NotRequired[Rows]
 
 
 @with_config(STRICT)
@@ -82,15 +99,15 @@ class Receipt(TypedDict):
 _RECEIPT: TypeAdapter[Any] = TypeAdapter(Receipt)
 
 
-def receipt_in(header: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the receipt in the header of a device's answer.
+def receipt_in(header: Mapping[str, Any], form: TypeAdapter[Any] = _RECEIPT) -> dict[str, Any]:
+    """Return the receipt in the header of an answer, by default that of a device.
 
     Raises:
         ValueError: it has not the form of one.
     """
     result = {name: header[name] for name in ("receipt", "key", "signature", "tie") if name in header}
     try:
-        _RECEIPT.validate_python(result)
+        form.validate_python(result)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise ValueError(f"its receipt has another form: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
@@ -118,10 +135,26 @@ class ClientLedger:
         answered = {place for place, up, _ in self.rows if up}
         return sorted({place for place, up, _ in self.rows if not up} - answered)
 
-    def without(self, places: Collection[Place]) -> "ClientLedger":
+    @property
+    def left(self) -> "ClientLedger":
+        """The rows about what left for the server."""
+        return ClientLedger(tuple(row for row in self.rows if json.loads(row[2])["destination"] == TO_SERVER))
+
+    @property
+    def told(self) -> Rows:
+        """How a receipt or a certificate names this ledger."""
+        return {"rows": len(self.rows), "root": self.root}
+
+    def without(self, places: Collection[LeftOut]) -> "ClientLedger":
         """Return the ledger without these requests."""
-        left_out = set(places)
-        return ClientLedger(tuple(row for row in self.rows if row[0] not in left_out))
+        single = {place for place in places if len(place) == 2}
+        ranges = [place for place in places if len(place) > 2]
+
+        def stays(place: Place) -> bool:
+            within = any(place[0] == round and first <= place[1] < end for round, first, end in ranges)
+            return place not in single and not within
+
+        return ClientLedger(tuple(row for row in self.rows if stays(row[0])))
 
     def bytes_of(self, *, up: bool) -> int:
         """Return how many bytes the rows that the client sent, or those that it received, name."""
@@ -217,14 +250,16 @@ def log_rows(path: Path, start: int = 0) -> list[dict[str, Any]]:
     return rows
 
 
-def receipt(log: AuditLog, run: str, client: int, unanswered: Sequence[Place], policy: str) -> dict[str, Any]:
+def receipt(
+    log: AuditLog, run: str, client: int, unanswered: Sequence[LeftOut], policy: str, *, behind_edge: bool = False
+) -> dict[str, Any]:
     """Sign what a device's audit log says about a client in a run.
 
     Args:
-        log: the device's audit log, of which the lines since the begin of the run are verified first: all of them
-            would take longer with every run.
+        log: the device's audit log.
         unanswered: the requests that the server has left out.
         policy: SHA-256 of the policy file, or "" for the default policy.
+        behind_edge: whether to sign also what left for the server, because another machine heard the rest.
 
     Returns:
         `receipt`, the signed content; `key`, the key of the log; `signature`; and `tie` if the device's key has signed
@@ -234,19 +269,37 @@ def receipt(log: AuditLog, run: str, client: int, unanswered: Sequence[Place], p
         DataError, CheckpointError: the log is missing or damaged.
     """
     with log.alone() as key:
-        path = log.folder / AUDIT
-        start = start_of(path, run) if path.exists() else 0
-        verify(log.folder, start=start)
-        rows = log_rows(path, start) if path.exists() else []
-    own = ledgers(rows, run).get(client, ClientLedger()).without(unanswered)
+        own = ledgers(verified_rows(log, run), run).get(client, ClientLedger()).without(unanswered)
     content = {
         "run": run,
         "client": client,
-        "rows": len(own.rows),
-        "root": own.root,
+        **own.told,
         "unanswered": [list(place) for place in unanswered],
         "policy": policy,
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "time": now(),
+        **({"left": own.left.told} if behind_edge else {}),
     }
-    result = {"receipt": content, "key": key_text(key.public_key()), "signature": signed(key, RECEIPT, content)}
+    return with_keys(log, key, RECEIPT, content)
+
+
+def verified_rows(log: AuditLog, run: str) -> list[dict[str, Any]]:
+    """Return the rows of a log since the begin of a run, whose chain is verified first: all would take ever longer.
+
+    Raises:
+        DataError, CheckpointError: the log is missing or damaged.
+    """
+    path = log.folder / AUDIT
+    start = start_of(path, run) if path.exists() else 0
+    verify(log.folder, start=start)
+    return log_rows(path, start) if path.exists() else []
+
+
+def now() -> str:
+    """Return the time of a receipt, in UTC."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def with_keys(log: AuditLog, key: Ed25519PrivateKey, head: bytes, content: dict[str, Any]) -> dict[str, Any]:
+    """Return a receipt: its content, the signature of the log's key, and that of the device's key about this key."""
+    result = {"receipt": content, "key": key_text(key.public_key()), "signature": signed(key, head, content)}
     return result | ({"tie": tie} if (tie := tie_in(log.folder)) else {})
