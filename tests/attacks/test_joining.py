@@ -356,6 +356,10 @@ def test_the_commands_end_with_a_sentence_and_an_exit_code(
     assert code("device", "join", token, *more, "--yes") == 2, "the files are there"
     assert code("device", "join", token, "--data", "mine.npz", "--folder", "e", "--yes") == 2, "used"
     assert code("server", "init", "server", "--host", "127.0.0.1") == 2, "there is a server"
+    (half := Path("half")).mkdir()
+    (half / "ca.key").write_text("")
+    assert code("server", "init", "half", "--host", "127.0.0.1") == 2, "an earlier command was cut off"
+    assert [one.name for one in half.iterdir()] == ["ca.key"]
     assert code("server", "init", "new", "--host", "no host") == 2
     assert code("server", "init", "new", "--host", "localhost", "--name", "a", "--name", "a") == 2
     assert code("server", "init", "new", "--host", "localhost", "--name", "a", "--devices", "1") == 2
