@@ -283,7 +283,7 @@ def test_a_study_of_60_runs_has_the_table_of_one_machine_whatever_is_killed(
                 os.kill(number, signal.SIGKILL)
     killed = time.monotonic()
     print(f"head killed after {finished(there)} runs")
-    assert running.wait(120) == 2
+    assert running.wait(120) == 2, cluster.told()[-3000:]
     print(f"the command ended {time.monotonic() - killed:.1f} s later")
     assert f"the head of the cluster at {ADDRESS}, or Ray on this machine, has ended" in " ".join(
         cluster.told().split()

@@ -66,8 +66,8 @@ def begin(
     held = [name for name in (*SERVER, AUTHORITY_KEY) if os.path.lexists(folder / name)]
     if held and not set(SERVER) <= set(held):
         raise RecipeError(
-            f"{folder} holds only {', '.join(held)} of a server. If devices have joined it, restore the other files from "
-            "a copy; if an earlier `polyfed server init` was cut off, delete them and run this again"
+            f"{folder} holds only {', '.join(held)} of a server. If devices have joined it, restore the other files "
+            "from a copy; if an earlier `polyfed server init` was cut off, delete them and run this again"
         )
     if held:
         raise RecipeError(

@@ -86,8 +86,6 @@ class Cluster:
         if self._ray is None or not self._ray.is_initialized():
             self._checked.clear()
             self.connect()
-        else:
-            self.refuse_lost_head()
         self._options = {"num_cpus": max(1, threads), "scheduling_strategy": "SPREAD"}
         self._options |= {"num_gpus": 1} if device.type == "cuda" else {}
         self._arguments = threads, str(device)
@@ -109,7 +107,7 @@ class Cluster:
         self.check(engine, threads, device)
         if self._payload is None:
             self._payload = self.share(engine)
-        total = self._ray.cluster_resources()
+        total = self.head.cluster_resources()
         most = total.get("CPU", 0) // max(1, threads) if device.type == "cpu" else total.get("GPU", 0)
         return max(1, int(min(num, most) if num else most))
 
@@ -164,8 +162,18 @@ class Cluster:
                 ("engine", "cluster"),
             ) from error
 
+    @property
+    def head(self) -> Any:
+        """The module `ray`, for what it asks the head, of which this sees first that it answers.
+
+        Raises:
+            RecipeError: the head has ended.
+        """
+        self.refuse_lost_head()
+        return self._ray
+
     def refuse_lost_head(self, every: float = 0.0) -> None:
-        """Refuse to go on if the head of the cluster does not answer. Call this before what Ray asks the head.
+        """Refuse to go on if the head of the cluster does not answer.
 
         Args:
             every: do not look again within so many seconds.
@@ -250,14 +258,14 @@ class Cluster:
                     f"node {name} has an object store of {store / 2**20:.0f} MiB, and {what} {size / 2**20:.0f} MiB: "
                     f"restart it with `ray start --object-store-memory={int(2 * size)}`"
                 )
-        if device.type == "cuda" and not self._ray.cluster_resources().get("GPU"):
+        if device.type == "cuda" and not self.head.cluster_resources().get("GPU"):
             faults.append("[engine] device = 'cuda', and no node has a GPU: use device = 'cpu', or add a node with one")
         if faults:
             raise RecipeError("[engine] cluster = 'ray': " + "; ".join(faults), ("engine", "cluster"))
         self._refuse_nothing()
 
     def _alive(self) -> list[dict[str, Any]]:
-        return [node for node in self._ray.nodes() if node["Alive"]]
+        return [node for node in self.head.nodes() if node["Alive"]]
 
     def _version_faults(self, nodes: Sequence[dict[str, Any]]) -> list[str]:
         """Return a text for each node that does not answer, and for each package that differs from this machine's."""
@@ -343,7 +351,7 @@ class Cluster:
         while True:
             if none_yet:
                 self._refuse_nothing()
-            free = int(self._ray.available_resources().get(kind, 0) // each)
+            free = int(self.head.available_resources().get(kind, 0) // each)
             started, reason = self._started(max(min(num, free), 1 if none_yet else 0))
             if started or not none_yet:
                 return started
@@ -360,7 +368,7 @@ class Cluster:
         made = [ray.remote(Actor).options(**self._options).remote(self._payload, *self._arguments) for _ in range(num)]
         born = [actor.node.remote() for actor in made]
         up, _ = ray.wait(born, num_returns=num, timeout=START_SECONDS) if born else ([], [])
-        names = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        names = {node["NodeID"]: node["NodeManagerAddress"] for node in self.head.nodes()}
         started, reason = [], f"no node has a free core within {START_SECONDS:.0f} s (`ray status` says why)"
         for actor, name in zip(made, born, strict=True):
             try:

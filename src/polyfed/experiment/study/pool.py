@@ -226,8 +226,7 @@ class RayPool:
             RecipeError: the head of the cluster has ended.
         """
         if time.monotonic() > self._counted + LOOK_SECONDS:
-            self.cluster.refuse_lost_head()
-            self._cores, self._counted = int(self._ray.cluster_resources().get("CPU", 0)), time.monotonic()
+            self._cores, self._counted = int(self.cluster.head.cluster_resources().get("CPU", 0)), time.monotonic()
         most = min(self.jobs or self._cores, max(1, self._cores))
         return f"{most} runs at once are carried out" if self.running >= most else ""
 
