@@ -174,6 +174,16 @@ def test_trials_that_stopped_early_are_confirmed_last_and_have_all_rounds_then()
     assert searcher.spent == 1 + 9 + 9 + 2 * 9
 
 
+def test_a_trial_that_diverges_after_the_last_rung_costs_no_other_trial_further_rounds():
+    search = Search(trials=4, seeds=[9, 10], sampler="random", batch=4, confirm=2, prune="halving")
+    searcher = Searcher(search, SPACE, rounds=9)
+    searcher.tell(searcher.ask(), [0.9, None, 0.1, 0.8], {0: 3, 3: 3})
+    assert searcher.unsure() == [2], "the first one is not a trial of all rounds"
+    searcher.confirm([2], [0.2])
+    assert searcher.best == searcher.trials[2][0]
+    assert searcher.spent == 3 + 9 + 9 + 3 + 9
+
+
 def test_without_confirmation_every_trial_has_all_seeds():
     searcher = Searcher(Search(trials=2, seeds=[9, 10], sampler="random"), SPACE, rounds=5)
     searcher.tell(searcher.ask(), [0.5, 0.4])

@@ -177,8 +177,8 @@ class Searcher:
     def unsure(self) -> list[int]:
         """Return the places of the trials that need all seeds next, best first; none if one of them has trained.
 
-        Trials that stopped early come last. Those that got further come first among them. A search by lines asks for
-        the trials of its last line.
+        They are among those that got furthest: a trial that stopped early is only asked for if no other is left, as it
+        also needs the rounds that it was spared. A search by lines asks for the trials of its last line.
         """
         sure = {place for place in self.confirmed if place >= self._begin}
         if not self.search.confirm or any(self.trials[place][1] is not None for place in sure):
@@ -187,7 +187,8 @@ class Searcher:
         tried = list(enumerate(self.trials))[self._begin :]
         left = {place: score for place, (_, score) in tried if score is not None and place not in sure}
         last = {place: self.pruned.get(place, self.rounds) for place in left}
-        return sorted(left, key=lambda place: (-last[place], sign * left[place]))[: self.search.confirm]
+        furthest = [place for place in left if last[place] == max(last.values())]
+        return sorted(furthest, key=lambda place: sign * left[place])[: self.search.confirm]
 
     def confirm(self, places: Sequence[int], scores: Sequence[float | None]) -> None:
         """Report the scores of trials on all seeds, in the order of `unsure`."""
