@@ -101,16 +101,14 @@ def recommended(table: dict[str, Any], out: Path, minutes: float, jobs: int | No
 class CpuClock:
     """Seconds of the processor that this process and those that it started have used."""
 
-    def __init__(self) -> None:
-        self._used: dict[int, float] = {}
-
     def monotonic(self) -> float:
         """Return the seconds, those of ended processes included."""
-        for process in (me := psutil.Process(), *me.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):
-                times = process.cpu_times()
-                self._used[process.pid] = times.user + times.system
-        return sum(self._used.values())
+        me = psutil.Process()
+        seconds = 0.0
+        for process in (me, *me.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):  # it has ended
+                seconds += sum(process.cpu_times()[:4])  # with those of its children that have ended
+        return seconds
 
 
 def count_processor_seconds(folder: str) -> None:

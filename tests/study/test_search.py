@@ -184,6 +184,19 @@ def test_a_trial_that_diverges_after_the_last_rung_costs_no_other_trial_further_
     assert searcher.spent == 3 + 9 + 9 + 3 + 9
 
 
+def test_trials_that_stopped_go_on_one_by_one_if_each_of_the_others_diverged():
+    search = Search(trials=4, seeds=[9, 10], sampler="random", batch=4, prune="halving")
+    searcher = Searcher(search, SPACE, rounds=9)
+    searcher.tell(searcher.ask(), [0.9, None, 0.1, 0.8], {0: 1, 2: 3, 3: 3})
+    spent = searcher.spent
+    assert (spent, searcher.best, searcher.unsure()) == (2 * (1 + 9 + 3 + 3), None, [3])
+    searcher.confirm([3], [None])
+    assert (searcher.best, searcher.unsure()) == (None, [2])
+    searcher.confirm([2], [0.4])
+    assert (searcher.best, searcher.unsure()) == (searcher.trials[2][0], [])
+    assert searcher.spent == spent + 2 * 2 * (9 - 3)
+
+
 def test_without_confirmation_every_trial_has_all_seeds():
     searcher = Searcher(Search(trials=2, seeds=[9, 10], sampler="random"), SPACE, rounds=5)
     searcher.tell(searcher.ask(), [0.5, 0.4])

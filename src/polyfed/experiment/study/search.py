@@ -46,7 +46,7 @@ class Searcher:
         rounds: The rounds of a whole trial.
         trials: The settings that were tried, with their scores. The score is None if training diverged.
         pruned: The trials that stopped early, by their places in `trials`, with their last rounds.
-        confirmed: The places of the trials that had all seeds, if the search confirms its best ones.
+        confirmed: The places of the trials that went on to all rounds and seeds after their batch; see `unsure`.
         spent: The rounds that the trials had together, on all seeds.
     """
 
@@ -175,25 +175,27 @@ class Searcher:
                 self._study.tell(trial, -score if self.lowest else score)
 
     def unsure(self) -> list[int]:
-        """Return the places of the trials that need all seeds next, best first; none if one of them has trained.
+        """Return the places of the trials that need all rounds and seeds next, best first; none if a setting can be chosen.
 
-        They are among those that got furthest: a trial that stopped early is only asked for if no other is left, as it
-        also needs the rounds that it was spared. A search by lines asks for the trials of its last line.
+        A search that confirms asks for its best trials. One that prunes asks, if training diverged with each trial that
+        went to the end, for the best of those that stopped. Trials that got further come first, as the others need more
+        rounds. A search by lines asks for the trials of its last line.
         """
-        sure = {place for place in self.confirmed if place >= self._begin}
-        if not self.search.confirm or any(self.trials[place][1] is not None for place in sure):
+        whole = [place for place in range(len(self.trials)) if place not in self.pruned]
+        sure = [place for place in (self.confirmed if self.search.confirm else whole) if place >= self._begin]
+        if any(self.trials[place][1] is not None for place in sure):
             return []
         sign = 1 if self.lowest else -1
         tried = list(enumerate(self.trials))[self._begin :]
         left = {place: score for place, (_, score) in tried if score is not None and place not in sure}
         last = {place: self.pruned.get(place, self.rounds) for place in left}
         furthest = [place for place in left if last[place] == max(last.values())]
-        return sorted(furthest, key=lambda place: sign * left[place])[: self.search.confirm]
+        return sorted(furthest, key=lambda place: sign * left[place])[: self.search.confirm or 1]
 
     def confirm(self, places: Sequence[int], scores: Sequence[float | None]) -> None:
-        """Report the scores of trials on all seeds, in the order of `unsure`."""
+        """Report the scores of trials with all rounds and seeds, in the order of `unsure`."""
         for place, score in zip(places, scores, strict=True):
-            self.spent += self._seeds * self.rounds - self.pruned.pop(place, self.rounds)
+            self.spent += self._seeds * self.rounds - self._first * self.pruned.pop(place, self.rounds)
             self.trials[place] = self.trials[place][0], score
             self.confirmed.append(place)
 
