@@ -45,7 +45,7 @@ SETS: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> recipe, and the sections that are replaced: methods meet the default policy and one way of training."""
 
 METHODS = ("fedavg", "fedprox", "moon", "feddyn", "fedavgm", "fedmsplit")
-TRIALS, SEEDS, ROUNDS, QUARTER = 14, 10, 10, 0.25
+TRIALS, SEEDS, ROUNDS, QUARTER = 14, 10, 30, 0.25
 
 
 def exhaustive(table: dict[str, Any], out: Path, jobs: int | None) -> tuple[dict[str, list[float]], float]:

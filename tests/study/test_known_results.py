@@ -72,10 +72,12 @@ def test_a_run_that_diverged_is_known_too(tmp_path, runs):
 
 
 class Late(HerePool):
-    """Training with the learning rate that leads after the first rung diverges after it."""
+    """Training with the learning rates that lead after the first rung diverges after it."""
+
+    rates = (0.5,)
 
     def start(self, job, recipe, folder, until=0):
-        if recipe["train"]["lr"] == 0.5 and recipe["seed"] == 11 and until != 1:
+        if recipe["train"]["lr"] in self.rates and recipe["seed"] == 11 and until != 1:
             self.messages.append(Message(job, "done", {"code": DIVERGED, "why": "diverged"}))
         else:
             super().start(job, recipe, folder, until)
@@ -106,6 +108,18 @@ def test_a_search_that_stops_trials_early_reads_the_same_scores_again(tmp_path, 
     assert any(score is None for *_, score in scores[0]) == diverges
     rungs = {(name, rung): score for name, rung, score in scores[0]}
     assert any(len({score for (own, _), score in rungs.items() if own == name}) > 1 for name, _ in rungs)
+
+
+def test_if_all_that_went_on_diverge_the_best_of_those_that_stopped_go_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(scheduler, "Pool", Late)
+    monkeypatch.setattr(Late, "rates", (0.1, 0.5))
+    search = SEARCH | {"sampler": "grid", "trials": 4, "batch": 4, "prune": "halving", "reduction": 2}
+    search["keys"] = {"train.lr": [0.01, 0.05, 0.1, 0.5]}
+    study = table(tmp_path, search=search, methods={"fedavg": {}}, set={"rounds": 4}, seeds=[1])
+    for out in ("one", "one", "two"):
+        frame = polyfed.sweep(study, tmp_path / out, jobs=1, known=tmp_path / "known.gz")
+        assert list(frame["train.lr"]) == [0.05], "the best of those that stopped at the first rung"
+        assert list(frame["rounds"]) == [4]
 
 
 def test_folds_from_the_file_are_pooled_as_those_that_were_run(tmp_path, runs):
