@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from attacks.test_reconciliation import forged
 from engines.devices import RECIPE, Devices
 from polyfed.core.errors import DataError
-from polyfed.core.system.files import AUDIT, EGRESS, FACTS, PUBLIC_KEY, RECEIPTS, ROUNDS
+from polyfed.core.system.files import AUDIT, EGRESS, FACTS, LEAKAGE, PUBLIC_KEY, RECEIPTS, RESULT, ROUNDS
 from polyfed.core.system.files import RECIPE as RECIPE_FILE
 from polyfed.deploy.credentials import write_credentials
 from polyfed.deploy.handlers import Deployed
@@ -27,6 +27,7 @@ from polyfed.deploy.server.countersignatures import collect_receipts
 from polyfed.engines.protocol import FAILED, SIGN, SIGNED, RequestId, reason, sign_packet
 from polyfed.experiment.certificate import certify, verify_certificate, write_crate
 from polyfed.experiment.certificate.issue import sealed
+from polyfed.experiment.leakage import audit, write
 from polyfed.federation.wire.wire_format import Packet
 from polyfed.privacy.egress.audit_log import merkle
 from polyfed.privacy.egress.audit_log.keys import key_text, tie
@@ -69,6 +70,7 @@ def state(folder: Path, client: int) -> Path:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: Any) -> Path:
     folder: Path = deployed(tmp_path_factory.mktemp("run"))
+    write(audit(folder / "run", rounds=1, clients=2))
     certify(folder / "run", keys=folder / "keys")
     return folder
 
@@ -197,8 +199,16 @@ HARMS: dict[str, Callable[[bytes, int, int], bytes]] = {
     "move": by_lines(lambda lines, n, m: [*(rest := lines[:n] + lines[n + 1 :])[:m], lines[n], *rest[m:]]),
     "truncate": lambda text, n, m: text[: n % len(text)],
 }
-FILES = [f"run/{name}" for name in (EGRESS, AUDIT, HEAD, ROUNDS, FACTS, RECIPE_FILE, RECEIPTS)]
+FILES = [f"run/{name}" for name in (EGRESS, AUDIT, HEAD, ROUNDS, FACTS, RECIPE_FILE, RECEIPTS, RESULT, LEAKAGE)]
 LOGS = [f"nodes/{client}/polyfed-state/{name}" for client in range(3) for name in (AUDIT, HEAD)]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_file_of_a_run_may_get_a_byte_more_or_be_lost(name: str, copied: Path) -> None:
+    (copied / name).write_bytes((copied / name).read_bytes() + b" ")
+    assert faults(copied)
+    (copied / name).unlink()
+    assert faults(copied)
 
 
 @given(st.sampled_from(FILES + LOGS), st.sampled_from(sorted(HARMS)), st.integers(min_value=0), st.integers(0, 7))
@@ -216,6 +226,24 @@ def test_any_harm_to_a_line_of_a_run_or_a_log_fails(finished: Path, name: str, h
         assert "Traceback" not in told
     finally:
         path.write_bytes(before)
+
+
+def test_the_certificate_has_the_upper_bounds_of_the_audit_and_no_other(copied: Path) -> None:
+    run = copied / "run"
+    measured = [one for one in audit(run, rounds=1, clients=2).findings if one.status == "measured"]
+    told = content_of(copied)["leakage"]
+    assert (told["rounds"], told["clients"], told["shadows"]) == (1, 2, 0)
+    parts = ("attack", "kind", "block", "seen_by", "method")
+    bounds = {tuple(one[part] for part in parts): (one["advantage"], one["at_most"]) for one in told["bounds"]}
+    assert len(bounds) == len(told["bounds"]) == len(measured) > 1
+    for one in measured:
+        advantage, most = bounds[one.attack, one.kind, one.block, one.seen_by, one.method]
+        assert (advantage, most) == (pytest.approx(one.advantage), pytest.approx(one.high))
+        assert most >= advantage
+    resigned(copied, lambda content: content["leakage"]["bounds"][0].update(at_most=0.0))
+    assert "leakage" in faults(copied), "a server that signs a lower bound than its audit found"
+    (run / LEAKAGE).unlink()
+    assert certify(run)[1]["leakage"] is None, "no bounds without an audit"
 
 
 def swapped_ledgers(content: dict[str, Any]) -> None:
