@@ -907,9 +907,10 @@ def test_somebody_in_between_with_another_certificate_does_not_end_a_device_that
 class Proxy:
     """A proxy that keeps what passes through it, or answers in place of the server."""
 
-    def __init__(self, answers: bytes = b"") -> None:
+    def __init__(self, answers: bytes = b"", port: int = 0) -> None:
         self.seen, self.answers = bytearray(), answers
-        self.listening = socket.create_server(("127.0.0.1", 0))
+        self.listening = socket.create_server(("127.0.0.1", port))
+        self.port = self.listening.getsockname()[1]
         Thread(target=self.serve, daemon=True).start()
 
     def serve(self) -> None:
@@ -924,6 +925,9 @@ class Proxy:
             while b"\r\n\r\n" not in head:
                 head += line.recv(2**12)
             self.seen += head
+            if refusal := self.refusal(head):
+                line.sendall(refusal)
+                return
             line.sendall(b"HTTP/1.1 200 ok\r\n\r\n" + self.answers)
             if self.answers:
                 self.seen += line.recv(2**16)
@@ -933,6 +937,10 @@ class Proxy:
                 back = Thread(target=self.pass_on, args=(further, line), daemon=True)
                 back.start()
                 self.pass_on(line, further)
+
+    def refusal(self, head: bytes) -> bytes:
+        """What it answers in place of a connection."""
+        return b""
 
     def pass_on(self, one: socket.socket, other: socket.socket) -> None:
         with suppress(OSError):
@@ -947,7 +955,7 @@ def test_a_proxy_reads_no_message_and_cannot_answer_for_the_server(
 ) -> None:
     monkeypatch.setenv("no_proxy", "")
     proxy, name = Proxy(), federation.asked()
-    monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{proxy.listening.getsockname()[1]}")
+    monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{proxy.port}")
     device = federation.device(0)
     assert device.next() is not None
     assert device.send(name, reply_in(tmp_path, BODY)) == connection.TAKEN
@@ -959,7 +967,7 @@ def test_a_proxy_reads_no_message_and_cannot_answer_for_the_server(
     proxy.listening.close()
     for answers in (b"HTTP/1.1 200 ok\r\ncontent-length: 2\r\n\r\n{}", b"\x16\x03\x03\x00\x02\x00\x00"):
         hostile = Proxy(answers)
-        monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{hostile.listening.getsockname()[1]}")
+        monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{hostile.port}")
         with pytest.raises((ssl.SSLError, ConnectionError)):
             device._once("GET", "/v1/next")
         assert device._token.encode() not in bytes(hostile.seen)

@@ -45,8 +45,7 @@ class Proxy:
         count = 0
         with suppress(OSError):
             while data := one.recv(2**14):
-                while self.held and not self.ended:
-                    time.sleep(0.01)
+                self._wait()
                 if self.rate:
                     time.sleep(len(data) / self.rate)
                 other.sendall(data)
@@ -56,10 +55,15 @@ class Proxy:
                     del self.cut_after[way]
                     self.cuts += 1
                     break
+        self._wait()
         for sock in (one, other):
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
+
+    def _wait(self) -> None:
+        while self.held and not self.ended:
+            time.sleep(0.01)
 
     def close(self) -> None:
         self.ended = True

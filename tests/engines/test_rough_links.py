@@ -1,5 +1,6 @@
 """Links that lose packets, break in the middle of a message, fall silent or are slow, and full disks at either end."""
 
+import asyncio
 import contextlib
 import hashlib
 import json
@@ -7,9 +8,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread, Timer
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ import torch
 
 pytest.importorskip("uvicorn", reason="the extra polyfed[server] is not installed")
 
-from attacks.test_own_transport import Federation, reply_in
+from starlette.requests import Request
+
+from attacks.test_own_transport import BODY, Federation, reply_in
 from engines.rough_link import Line, Proxy
 from engines.test_own_processes import PATIENCE, RECIPE, OwnFederation
 from polyfed.algorithms.averaging import Update
@@ -27,7 +30,7 @@ from polyfed.deploy.device import agent
 from polyfed.engines.queued import QueueTransport
 from polyfed.federation.replies import Replies, stacked
 from polyfed.federation.wire.wire_format import Packet, decode, encode, frames, unframed
-from polyfed.transport import connection
+from polyfed.transport import connection, web
 from polyfed.transport.connection import Connection
 from polyfed.transport.logins import PrivateKey
 from polyfed.transport.queue import OPEN, Queue
@@ -116,6 +119,88 @@ def test_a_line_that_falls_silent_in_the_middle_is_given_up_and_the_fetch_goes_o
     thread.join(30)
     assert done == [True]
     assert (tmp_path / "body").read_bytes() == LARGE
+
+
+def vanished(far: Far, work: Callable[[], Any], reached: Callable[[], bool]) -> None:
+    """Let the device work until it has reached something, then it is gone, and nobody tells the server.
+
+    The other end of the server's connection stays open, as with a proxy that holds it.
+    """
+    far.device.stop = Event()
+
+    def worked() -> None:
+        with contextlib.suppress(InterruptedError):
+            work()
+
+    thread = Thread(target=worked)
+    thread.start()
+    while not reached():
+        time.sleep(0.01)
+    far.proxy.held = True
+    far.device.stop.set()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("where", ["a reply", "a request", "a wait"])
+def test_a_device_that_vanishes_in_the_middle_is_noticed_and_served_on_its_new_connection(
+    where: str, far: Far, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """The peer of the server's connection still acknowledges probes, so TCP alone does not notice."""
+    monkeypatch.setattr(web, "SILENT_SECONDS", 6)
+    monkeypatch.setattr(web, "HEAD_SECONDS", 3)
+    monkeypatch.setattr(connection, "SECONDS", 0.5)
+    monkeypatch.setattr(connection, "LONGEST_WAIT", 0.5)
+    hub, name = far.federation.server.hub, far.federation.names[0]
+    far.device.close()
+    before, far.proxy.rate = dict(far.proxy.passed), len(LARGE) / 2.0
+    if where == "a reply":
+        path = reply_in(tmp_path, LARGE)
+        vanished(far, lambda: far.device.send(far.name, path), lambda: far.proxy.passed["up"] > before["up"] + 2**20)
+    elif where == "a request":
+        huge = os.urandom(2**25)  # more than the kernel takes over from the server
+        name_of_huge, digest = far.federation.asked(body=huge), hashlib.sha256(huge).hexdigest()
+        way = (name_of_huge, "body", digest, len(huge), tmp_path / "part")
+        vanished(far, lambda: far.device.fetch(*way), lambda: far.proxy.passed["down"] > before["down"] + 2**20)
+    else:
+        assert far.device.send(far.name, reply_in(tmp_path, LARGE)) == connection.TAKEN
+        vanished(far, far.device.next, lambda: name in hub._wake)
+    begun = time.monotonic()
+    assert hub._calls[name] == 1, "the server does not know yet"
+    (old,) = [peer for peer, made in far.federation.server.socket._open.items()]
+    back = far.federation.device(0)
+    if where == "a wait":
+        Timer(1.0, far.federation.asked).start()  # while both calls wait
+    told = back.next()
+    assert told is not None
+    asked = told["id"]
+    assert back.send(asked, reply_in(tmp_path, BODY)) == connection.TAKEN
+    assert far.federation.queue.reply(asked).read_bytes() == BODY
+    assert time.monotonic() - begun < web.SILENT_SECONDS, "the device was served before its old connection ended"
+    while hub._calls[name] or old in far.federation.server.socket._open:
+        assert time.monotonic() - begun < web.SILENT_SECONDS + web.HEAD_SECONDS + 4.0, "a call hangs"
+        time.sleep(0.05)
+
+
+def test_a_body_that_the_server_reads_slowly_is_not_taken_for_a_silent_one(
+    far: Far, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(web, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(web, "_notice_silence", lambda made: None)
+    stream, slow = Request.stream, [True]
+
+    async def slowly(self: Request) -> AsyncIterator[bytes]:
+        async for piece in stream(self):
+            if slow:
+                slow.pop()
+                await asyncio.sleep(1.0)
+            yield piece
+
+    monkeypatch.setattr(Request, "stream", slowly)
+    far.device.close()
+    before = far.proxy.passed["up"]
+    assert far.device.send(far.name, reply_in(tmp_path, LARGE)) == connection.TAKEN
+    assert far.proxy.passed["up"] - before < 1.2 * len(LARGE), "nothing was sent twice"
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ import random
 import socket
 import ssl
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -19,11 +18,11 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from threading import Event
 from typing import Any, BinaryIO
-from urllib.parse import urlsplit
 
 from polyfed.core.errors import BadReply, RecipeError, TransportError
 from polyfed.core.system.files import without_links
 from polyfed.transport.logins import PrivateKey, message, renewal_text
+from polyfed.transport.proxy import BehindProxy, https_to
 
 SECONDS = 20.0
 """How long the other side may be silent, beyond the time for which a call is to wait."""
@@ -44,8 +43,17 @@ the answer is given up. They bound the rate to 20 Mbit/s if a round trip takes 2
 LARGEST_ANSWER = 2**23
 """Largest size in bytes of an answer that is not written to a file. The header of a request has at most 4 MiB."""
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
-"""Shortest and longest pause in seconds before a call is tried again; each is twice the one before, and varies."""
+FIRST_PAUSE, LONGEST_PAUSE, TOLD_AFTER = 0.5, 30.0, 3
+"""Shortest and longest pause in seconds before a call is tried again; each is twice the one before, and varies. After
+so many tries, the owner of the device is told."""
+
+CUT, CUT_SECONDS = (http.client.RemoteDisconnected, ConnectionError, ssl.SSLEOFError), 1.0
+"""The errors of a call that somebody on the way has cut, if it has waited for so long."""
+
+CUT_WAIT = (
+    "calls that wait for a request are cut after {waited:.0f} seconds without an answer. Let the proxy or firewall on "
+    "the way to {where} keep silent connections for 30 seconds; until then, this device calls again and again"
+)
 
 LONGEST_WORD = 500
 """Largest length of a challenge and of a token; those of polyfed have 125 and 64 characters."""
@@ -124,6 +132,7 @@ class Connection:
     Attributes:
         contact: the reading of the monotonic clock when the server last answered; 0 if it never did.
         ends: when the server's certificate ends, in seconds since 1970; 0 if it has shown none.
+        told_of_cuts: the reading of the clock when the owner was last told that calls are cut.
 
     Raises:
         RecipeError: the address or the file is wrong.
@@ -133,7 +142,7 @@ class Connection:
         self.host, self.port = host_and_port(address)
         self.ca, self.key, self.stop, self.note = ca, key, stop, note
         self.contact, self.ends = 0.0, 0.0
-        self._opened, self._warned, self._skewed = 0.0, -DAY, False
+        self._opened, self._warned, self._skewed, self.told_of_cuts = 0.0, -DAY, False, -DAY
         self._token = ""
         self._way: http.client.HTTPSConnection | None = None
         try:
@@ -228,7 +237,7 @@ class Connection:
             TransportError: the server refuses this device, or is another one.
             InterruptedError: `stop` is set.
         """
-        pause, told, logins = FIRST_PAUSE, False, 0
+        failures, logins = _Failures(self), 0
         while not self.stop.is_set():
             status, answer = self._tried(method, path, **how)
             if status == 401 and not logins:
@@ -237,35 +246,36 @@ class Connection:
             elif status == 409:
                 raise TransportError(REPLACED)
             elif status not in ANSWERS:
-                if not told and pause > 2 * FIRST_PAUSE:
-                    told = True
-                    self.note(f"no contact with {self.host}:{self.port}, trying again ({answer.get('error', status)})")
-                self.stop.wait(pause * random.uniform(0.5, 1.0))
-                pause, logins = min(2 * pause, LONGEST_PAUSE), 0
+                self.stop.wait(failures.add(answer.get("error", status), cut="cut" in answer))
+                logins = 0
                 if not status and not again:
                     return 0, {}
             else:
-                if told:
-                    self.note(f"contact with {self.host}:{self.port} again")
+                failures.end()
                 return status, answer
         raise InterruptedError
 
     def _tried(self, method: str, path: str, **how: Any) -> tuple[int, dict[str, Any]]:
-        """Make a call. If it breaks, return the status 0 and the error.
+        """Make a call. If it breaks, return the status 0 and the error, and `cut` if its wait was cut.
 
         Raises:
             TransportError: no call has succeeded yet, and the server's certificate does not fit.
         """
+        begun, cut = time.monotonic(), {}
         try:
             return self._once(method, path, **how)
         except ssl.SSLCertVerificationError as error:
             why = UNKNOWN_SERVER.format(ca=self.ca, error=error.verify_message)
             if not self.contact:  # later, somebody in between may be the reason, and the server comes back
                 raise TransportError(why) from None
+        except BehindProxy as error:
+            why = str(error)
         except (OSError, http.client.HTTPException) as error:
-            why = f"{type(error).__name__}: {error}"
+            why, waited = f"{type(error).__name__}: {error}", time.monotonic() - begun
+            if how.get("patient") and isinstance(error, CUT) and waited > CUT_SECONDS:
+                why, cut = CUT_WAIT.format(waited=waited, where=f"{self.host}:{self.port}"), {"cut": True}
         self.close()
-        return 0, {"error": why}
+        return 0, {"error": why, **cut}
 
     def _login(self) -> None:
         """Log in with the key.
@@ -365,7 +375,7 @@ class Connection:
         if self._way is not None and self._way.sock is None:
             self.close()  # it broke, and nobody was told, because a failed login only means another try
         if self._way is None:
-            way = https_to(self.host, self.port, self._context)
+            way = https_to(self.host, self.port, self._context, SECONDS)
             try:
                 way.connect()
             except BaseException:
@@ -402,6 +412,37 @@ class Connection:
             self.note(different_clocks(skew))
 
 
+class _Failures:
+    """The failures of one call: the pauses between its tries, and what its owner is told.
+
+    A call that waited and was then cut did reach the server, so its tries need no growing pauses.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection, self._pause, self._told = connection, FIRST_PAUSE, False
+        self._count, self._cut = 0, False
+
+    def add(self, why: Any, *, cut: bool) -> float:
+        """Note a failure, and whether somebody cut the call. Return how many seconds to pause."""
+        made, self._count, self._cut = self.connection, self._count + 1 if cut == self._cut else 1, cut
+        if cut:
+            self.end()
+        if self._count == TOLD_AFTER and not cut and not self._told:
+            self._told = True
+            made.note(f"no contact with {made.host}:{made.port}, trying again ({why})")
+        elif self._count == TOLD_AFTER and cut and time.monotonic() - made.told_of_cuts > DAY:
+            made.told_of_cuts = time.monotonic()
+            made.note(why)
+        pause, self._pause = self._pause, FIRST_PAUSE if cut else min(2 * self._pause, LONGEST_PAUSE)
+        return pause * random.uniform(0.5, 1.0)
+
+    def end(self) -> None:
+        """Tell the owner that there is contact again, if the last word was that there is none."""
+        if self._told:
+            self._told = False
+            self.connection.note(f"contact with {self.connection.host}:{self.connection.port} again")
+
+
 RENEW = "the server's operator puts ca.key back into the server's folder, and `polyfed server` renews it"
 
 
@@ -424,17 +465,6 @@ def different_clocks(skew: float) -> str:
 
 
 _TIMES = ((DAY, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
-
-
-def https_to(host: str, port: int, context: ssl.SSLContext) -> http.client.HTTPSConnection:
-    """Return a connection to a server, not opened yet, through the proxy of the environment if there is one."""
-    proxy = urllib.request.getproxies().get("https")
-    if proxy is None or urllib.request.proxy_bypass(f"{host}:{port}"):
-        return http.client.HTTPSConnection(host, port, timeout=SECONDS, context=context)
-    parts = urlsplit(proxy if "//" in proxy else f"//{proxy}")
-    way = http.client.HTTPSConnection(parts.hostname or "", parts.port or 3128, timeout=SECONDS, context=context)
-    way.set_tunnel(host, port)
-    return way
 
 
 def _write(answer: http.client.HTTPResponse, path: Path, most: int, more: bool) -> None:

@@ -327,9 +327,11 @@ class Hub:
         """Wait for a request to the device, and describe it; 204 if none comes."""
         device, end = call.scope["device"], time.monotonic() + WAIT_SECONDS
         gone = asyncio.ensure_future(_disconnected(call))
+        if device in self._wake:
+            self._wake[device].set()  # an older call ends, as its connection may have broken without a word
         self._wake[device] = wake = asyncio.Event()
         try:
-            while True:
+            while self._wake.get(device) is wake:
                 self._known(call.scope)  # else its token has ended meanwhile
                 wake.clear()
                 if (result := self.queue.next_for(device)) is not None:
@@ -339,7 +341,8 @@ class Hub:
                 await asyncio.wait([gone, rung], timeout=end - time.monotonic(), return_when="FIRST_COMPLETED")
                 rung.cancel()
                 if gone.done() or self.ended or time.monotonic() >= end:
-                    return Response(status_code=204)
+                    break
+            return Response(status_code=204)
         finally:
             gone.cancel()
             if self._wake.get(device) is wake:

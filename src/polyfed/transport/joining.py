@@ -18,8 +18,9 @@ from threading import Timer
 from typing import Any
 
 from polyfed.core.errors import RecipeError, TransportError
-from polyfed.transport.connection import ahead_of, host_and_port, https_to
+from polyfed.transport.connection import SECONDS, ahead_of, host_and_port
 from polyfed.transport.logins import PrivateKey
+from polyfed.transport.proxy import BehindProxy, https_to
 from polyfed.transport.tokens import LARGEST_RECIPE, MOST_NUMBER, NAME, JoinToken, joining_text
 
 CALL_SECONDS = 60.0
@@ -166,7 +167,7 @@ class Door:
         Raises:
             TransportError: the server does not answer in time, sends more than `most` bytes, or is another one.
         """
-        way = https_to(self.host, self.port, context)
+        way = https_to(self.host, self.port, context, SECONDS)
         watch = Timer(CALL_SECONDS, lambda: _cut(way))  # whatever it says after that is no whole answer
         watch.daemon = True
         watch.start()
@@ -187,6 +188,8 @@ class Door:
             return answer.status, text
         except ssl.SSLCertVerificationError as error:
             raise TransportError(_not_trusted(self.token.address, error)) from None
+        except BehindProxy as error:
+            raise TransportError(f"{error}. The token stays as it is; the same command tries again") from None
         except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: a socket that was cut
             raise TransportError(
                 f"{self.token.address} does not answer ({type(error).__name__}: {error}). Is it running, and "

@@ -33,7 +33,8 @@ MOST_STRANGERS, MOST_OF_ONE = 500, 4
 that whoever holds connections keeps nobody out. A device uses one; its others are left over from a broken line."""
 
 SILENT_SECONDS = 60
-"""A connection ends if the other machine acknowledges nothing for so long, because it has lost power, for example."""
+"""A connection ends if the other machine acknowledges nothing for so long, because it has lost power, for example, or
+if nothing comes of a body that it has begun to send: a proxy may hold the connection of a device that is gone."""
 
 FIRST_LOOK, LONGEST_LOOK, DRAIN_SECONDS = 0.002, 0.05, 120.0
 """Shortest and longest pause in seconds between two looks whether a device has received all, and for how long."""
@@ -83,7 +84,7 @@ class Chain:
 
 
 class BoundedHead(H11Protocol):
-    """A connection that ends if the headers of a call are not complete after `HEAD_SECONDS`.
+    """A connection that ends if headers are not complete after `HEAD_SECONDS`, or a body stops for `SILENT_SECONDS`.
 
     uvicorn limits only the time between the end of one call and the first byte of the next.
     """
@@ -106,6 +107,7 @@ class BoundedHead(H11Protocol):
     @override
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._forget()
         self._watch()
 
     @override
@@ -114,12 +116,28 @@ class BoundedHead(H11Protocol):
         super().connection_lost(exc)
 
     def _watch(self) -> None:
-        """Start the clock when a call or the rest of an answered call is awaited, and stop it when it has come."""
+        """Start the clock when a call or the rest of an answered call is awaited, and stop it when it has come.
+
+        While the body of a call comes, each piece starts the clock again.
+        """
         answered = self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
-        if not (answered or self.conn.their_state is h11.IDLE) or self.transport.is_closing():
+        awaited = answered or self.conn.their_state is h11.IDLE
+        if not awaited or self.transport.is_closing():
             self._forget()
-        elif self._deadline is None:
+        if self.transport.is_closing():
+            return
+        if awaited and self._deadline is None:
             self._deadline = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
+        elif not awaited and self.conn.their_state is h11.SEND_BODY:
+            self._deadline = self.loop.call_later(SILENT_SECONDS, self._silent)
+
+    def _silent(self) -> None:
+        """End the connection, unless the server itself has stopped reading, as on a slow disk."""
+        self._deadline = None
+        if self.flow.read_paused:
+            self._watch()
+        else:
+            self.transport.abort()
 
     def _forget(self) -> None:
         if self._deadline is not None:

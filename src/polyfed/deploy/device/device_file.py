@@ -20,6 +20,7 @@ from polyfed.experiment.recipes.parts import build
 from polyfed.experiment.recipes.settings import DeploymentSpec
 from polyfed.transport.connection import host_and_port
 from polyfed.transport.logins import PrivateKey
+from polyfed.transport.proxy import Proxy
 
 AGENT = "polyfed.deploy.device.agent"
 
@@ -46,8 +47,8 @@ class General:
     idle_seconds: float = IDLE_SECONDS
 
     def __post_init__(self) -> None:
-        """Check the address and the numbers."""
-        host_and_port(self.server)
+        """Check the address, the proxy on the way to it, and the numbers."""
+        Proxy.to(*host_and_port(self.server))
         if self.message_megabytes < 1 or self.parallel < 0 or not self.idle_seconds >= 0:
             raise RecipeError("message_megabytes is at least 1, parallel and idle_seconds are not negative")
 

@@ -18,6 +18,7 @@ from polyfed.privacy.egress.limits import NO_LIMITS
 from polyfed.privacy.egress.requirements import NO_REQUIREMENTS
 from polyfed.transport.connection import host_and_port
 from polyfed.transport.logins import PrivateKey
+from polyfed.transport.proxy import Proxy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +55,8 @@ class EdgeConfig:
     message_megabytes: int = DeploymentSpec.message_megabytes
 
     def __post_init__(self) -> None:
-        """Check the address and the numbers."""
-        host_and_port(self.server)
+        """Check the address, the proxy on the way to it, and the numbers."""
+        Proxy.to(*host_and_port(self.server))
         if self.silo < 0 or self.devices < 1 or self.message_megabytes < 1 or not 0 <= self.port < 2**16:
             raise RecipeError(
                 f"silo = {self.silo}, devices = {self.devices}, port = {self.port}, message_megabytes = "
