@@ -162,12 +162,19 @@ def test_calls_that_a_proxy_cuts_are_repeated_at_once_and_told_once(
     monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{proxy.port}")
     monkeypatch.setattr(connection, "CUT_SECONDS", 0.1)
     monkeypatch.setattr(connection, "FIRST_PAUSE", 0.05)
-    device = federation.device(0)
+    device, pauses = federation.device(0), list[float]()
     device.note = notes.append
-    Timer(6.0, federation.asked).start()
+
+    def waited(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 8:
+            federation.asked()
+
+    monkeypatch.setattr(device.stop, "wait", waited)
     told = device.next()
     assert told is not None
-    assert proxy.count > 10, "the pauses do not grow"
+    assert len(pauses) >= 8
+    assert max(pauses) <= connection.FIRST_PAUSE, "the pauses do not grow"
     assert [note for note in notes if "are cut after" not in note] == []
     assert len(notes) == 1
     proxy.listening.close()
