@@ -7,9 +7,11 @@ import itertools
 import json
 import os
 import random
+import shutil
 import socket
 import ssl
 import stat
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -379,6 +381,23 @@ def test_the_commands_end_with_a_sentence_and_an_exit_code(
 
 
 # the register
+
+
+def test_a_copy_of_the_folder_is_the_same_server_on_another_machine(federation: Federation) -> None:
+    """What docs/operations.md says of a backup: devices, numbers and open tokens go along."""
+    made = federation.joined()
+    before = registration.devices(federation.folder)
+    federation.end()
+    subprocess.run(["cp", "-a", federation.folder, federation.place / "copy"], check=True)  # with its named pipe
+    shutil.rmtree(federation.folder)
+    federation.folder = federation.place / "copy"
+    federation.start()
+    assert registration.devices(federation.folder) == before
+    device = federation.connection(made.file)
+    device.is_open("0123456789abcdef.0123456789abcdef")  # which asks for a login
+    device.close()
+    federation.joined(1, "second")
+    assert [row["state"] for row in registration.devices(federation.folder)] == ["joined", "joined"]
 
 
 def test_a_revoked_device_is_refused_at_its_next_call_and_its_number_is_free(federation: Federation) -> None:

@@ -35,3 +35,38 @@ def test_a_simulation_runs_without_fork_and_fcntl(tmp_path: Path) -> None:
         folder.mkdir()
         done = without(WITHOUT.replace("ENGINE", engine), folder)
         assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+
+
+REFUSED = [
+    "device mine.toml",
+    "device join TOKEN --data mine.npz",
+    "edge mine.toml",
+    "submit app",
+    "server init new --host a",
+]
+
+COMMANDS = f"""
+import io, sys
+from contextlib import redirect_stderr
+sys.modules["fcntl"] = None
+from polyfed.cli import main
+
+for words in {REFUSED!r}:
+    with redirect_stderr(io.StringIO()) as said:
+        try:
+            main(words.split())
+        except SystemExit as stop:
+            print(stop.code, said.getvalue().strip())
+import polyfed.experiment.certificate.verification
+import polyfed.privacy.egress.audit_log.verification
+import polyfed.recommendation
+"""
+
+
+def test_commands_of_servers_and_devices_say_that_they_need_linux(tmp_path: Path) -> None:
+    done = without(COMMANDS, tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = done.stdout.splitlines()
+    assert len(told) == len(REFUSED)
+    assert all(line.startswith("2 polyfed: ") and "needs Linux, and this system has no fcntl" in line for line in told)
+    assert not list(tmp_path.iterdir()), "nothing was written"

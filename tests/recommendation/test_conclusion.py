@@ -73,7 +73,7 @@ def test_every_number_of_the_paragraph_is_right(seed: int) -> None:
         wanted = f"{more} more seed{'s' if more > 1 else ''} would show" if more > 0 else "These seeds would show"
         assert f"{wanted} a difference of two points to fedavg." in text
     assert "moon" not in text, "a method that differs is in the table, not in the paragraph"
-    assert text.endswith("partialfl was not tried, because it shares nothing.")
+    assert text.endswith("partialfl was not compared, because it shares nothing.")
 
 
 def needed(gaps: np.ndarray, wanted: float) -> int:
@@ -184,7 +184,7 @@ def test_edges_and_the_end_of_the_time_are_said() -> None:
     one = arm("fedavg", [0.8], edges=["the search chose train.lr = 1, the largest value of its range"])
     found = concluded([one], ACCURACY, {}, dict.fromkeys("abcde", "no"), order=[one])
     assert "The search chose train.lr = 1, the largest value of its range." in found.paragraph
-    assert "2 more methods were not tried (see the table)." in found.paragraph
+    assert "2 more methods were not compared (see the table)." in found.paragraph
     assert "is 80.0 over 1 seed." in found.paragraph
 
 

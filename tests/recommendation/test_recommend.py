@@ -77,7 +77,7 @@ def test_a_csv_ends_as_a_recipe_that_runs_a_table_and_a_paragraph(
     assert found == json.loads((out / "recommendation.json").read_text())
     assert found["choice"] in ("fedavg", "fedprox")
     assert found["paragraph"].startswith(f"Take {found['choice']} with train.lr = ")
-    assert "partialfl was not tried, because partialfl shares nothing" in found["paragraph"]
+    assert "partialfl was not compared, because partialfl shares nothing" in found["paragraph"]
     assert "b adds nothing to a that 4 seeds show" in found["paragraph"]
     rows = {row["method"]: row for row in found["methods"]}
     assert rows.pop("linear")["role"] == "reference"

@@ -19,6 +19,7 @@ Files:
 The functions here need one of the extras `server` and `device`. Without it, they raise an error that says so.
 """
 
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,8 +63,15 @@ def needing_extra(what: str) -> Iterator[None]:
     """Turn a failed import of an optional package into an error that names the extra to install.
 
     Raises:
-        RecipeError: an import in the block fails.
+        RecipeError: an import in the block fails, or the system has no servers and devices.
     """
+    try:
+        importlib.import_module("fcntl")
+    except ImportError:
+        raise RecipeError(
+            f"{what} needs Linux, and this system has no fcntl. Simulations, their checks and `polyfed audit-log "
+            "verify` run here"
+        ) from None
     try:
         yield
     except ImportError as error:

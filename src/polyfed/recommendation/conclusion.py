@@ -211,10 +211,10 @@ class Conclusion:
         lost = dict(self.not_tried or {})
         if not lost:
             return
-        named = [f"{name} was not tried, because {why}" for name, why in list(lost.items())[:NAMED]]
+        named = [f"{name} was not compared, because {why}" for name, why in list(lost.items())[:NAMED]]
         left = len(lost) - NAMED
         more = (
-            f"; {counted(left, 'more method was', 'more methods were')} not tried (see the table)" if left > 0 else ""
+            f"; {counted(left, 'more method was', 'more methods were')} not compared (see the table)" if left > 0 else ""
         )
         yield f"{'; '.join(named)}{more}."
 

@@ -15,7 +15,6 @@ The counts of old runs stay, because they are far smaller than the entries of th
 """
 
 import errno
-import fcntl
 import hashlib
 import os
 import sqlite3
@@ -27,6 +26,11 @@ from pathlib import Path
 
 from polyfed.core.errors import CheckpointError
 from polyfed.core.system.files import sync, without_links
+
+try:
+    import fcntl
+except ImportError:  # a check of a recipe runs there, too; devices do not
+    fcntl = None  # type: ignore[assignment]
 
 STORE = "device.sqlite3"
 """File in the state folder of a device."""
