@@ -133,7 +133,7 @@ def federation(tmp_path: Path) -> Iterator[Federation]:
 
 def a_key(folder: Path) -> PrivateKey:
     folder.mkdir(exist_ok=True)
-    return joining._key(folder / KEY)
+    return joining.key_at(folder / KEY)
 
 
 # the holder of a token

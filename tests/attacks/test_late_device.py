@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from engines.direct import Hub, HubTransport
+from polyfed.engines.patience import FIRST_WAIT, LOOK_EVERY, SECOND_LOOK
 from polyfed.engines.protocol import REPLY, Patience
 from polyfed.federation.wire.wire_format import Packet
 from polyfed.transport.queue import Waiting
@@ -21,6 +22,9 @@ WORK = 0.4
 
 DEADLINE, ROUNDING = 1.5, 1e-9
 LAST = DEVICES - 1
+
+AWAY = 8.0
+"""The `away_seconds` of the tests of absent devices, whose deadline is far."""
 
 
 class Clock:
@@ -158,3 +162,93 @@ def test_a_device_that_signed_off_is_not_waited_for(monkeypatch: pytest.MonkeyPa
     seconds, answers = played(transport_of(hub), range(DEVICES), waiting(20.0, away_seconds=0.0))
     assert seconds < 5.0
     assert answers[LAST].startswith("late: its node has been offline for ")
+
+
+def absence(last: float = 0.2) -> tuple[Delayed, HubTransport]:
+    """Devices that answer at once but for the last one, which stops after its first answer."""
+    hub = Delayed(dict.fromkeys(range(DEVICES), 0.1) | {LAST: last})
+    transport = transport_of(hub)
+    asked(transport)
+    hub.absent = {hub.names[LAST]}
+    return hub, transport
+
+
+def asked(transport: HubTransport, clients: Iterable[int] = range(DEVICES), **more: Any) -> tuple[float, Any]:
+    """Seconds of a request, and the answer of the last device."""
+    seconds, answers = played(transport, clients, waiting(100.0, away_seconds=AWAY, **more))
+    return seconds, answers.get(LAST)
+
+
+def test_an_absence_costs_away_seconds_once_however_many_requests_it_lasts() -> None:
+    _, transport = absence()
+    nine, _ = asked(transport, range(LAST))
+    first, answer = asked(transport)
+    assert AWAY <= first + LOOK_EVERY <= AWAY + 2 * LOOK_EVERY + 0.5
+    assert answer.startswith("late: its node has been offline for ")
+    later = [asked(transport) for _ in range(70)]
+    assert max(seconds for seconds, _ in later) <= nine + FIRST_WAIT + ROUNDING
+    assert later[-1][1].startswith("late: its node has been offline for "), "and since when is told"
+
+
+def test_a_device_that_is_back_takes_part_at_once_with_all_its_time_and_its_next_absence_is_another() -> None:
+    hub, transport = absence(last=3.0)
+    for _ in range(20):
+        asked(transport)
+    hub.absent = set()
+    CLOCK.wait(1.1 * LOOK_EVERY)
+    assert isinstance(asked(transport)[1], Packet)
+    hub.absent = {hub.names[LAST]}
+    assert asked(transport)[0] >= AWAY - ROUNDING
+
+
+def test_the_server_notices_who_is_back_while_it_asks_only_others() -> None:
+    hub, transport = absence()
+    hub.delays[LAST] = math.inf  # no late answer tells that it is back
+    for _ in range(4):
+        asked(transport)
+    hub.absent = set()
+    for _ in range(20):
+        asked(transport, range(LAST))
+    hub.absent = {hub.names[LAST]}
+    assert asked(transport)[0] >= AWAY - LOOK_EVERY
+
+
+def test_an_answer_ends_an_absence_also_between_two_looks() -> None:
+    hub, transport = absence(last=0.0)
+    asked(transport)
+    CLOCK.wait(2 * LOOK_EVERY)
+    asked(transport)
+    hub.absent = set()
+    assert isinstance(asked(transport)[1], Packet)
+    hub.absent = {hub.names[LAST]}
+    assert asked(transport)[0] >= AWAY - ROUNDING
+
+
+def test_a_device_that_shows_up_for_a_moment_in_each_request_is_waited_for_less_and_less_often() -> None:
+    hub, transport = absence(last=math.inf)
+    costs = []
+    for _ in range(20):
+        hub.absent = set()
+        CLOCK.wait(2 * LOOK_EVERY)
+        asked(transport, range(LAST))
+        hub.absent = {hub.names[LAST]}
+        costs.append(asked(transport)[0])
+    assert sum(seconds > 1.0 for seconds in costs) <= 4
+
+
+def test_who_was_gone_before_gets_a_second_look_if_too_few_others_reply() -> None:
+    hub, transport = absence(last=SECOND_LOOK - LOOK_EVERY - 0.6)
+    asked(transport)
+    seconds, answer = asked(transport, [LAST])
+    assert SECOND_LOOK - ROUNDING <= seconds <= SECOND_LOOK + 0.5
+    assert answer.startswith("late: its node has been offline for ")
+    assert asked(transport, [0, LAST], least=2)[0] == pytest.approx(SECOND_LOOK, abs=0.5)
+    hub.absent = set()
+    assert isinstance(asked(transport, [LAST])[1], Packet)
+
+
+def test_nobody_is_away_while_the_server_itself_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Delayed(dict.fromkeys(range(DEVICES), 3 * AWAY))
+    transport, back = transport_of(hub), CLOCK.now + 2 * AWAY
+    monkeypatch.setattr(hub.queue, "online", lambda: None if CLOCK.now < back else hub.online())
+    assert isinstance(asked(transport)[1], Packet)

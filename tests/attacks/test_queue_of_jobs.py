@@ -4,8 +4,6 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from html.parser import HTMLParser
-from http.client import HTTPConnection
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -14,20 +12,16 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="the extra polyfed[server] is not installed")
 
-import uvicorn
 
 from engines.own_devices import own_devices
 from engines.test_jobs import Records, until
 from engines.test_own_modes import method
 from polyfed.core.errors import RecipeError
 from polyfed.deploy.device import tasks
-from polyfed.deploy.processes import HOST, free_ports
 from polyfed.deploy.server.job_process import work
 from polyfed.deploy.server.jobs import CANCELLED, RECORD, RUNNING, WAITING, Jobs
-from polyfed.deploy.server.monitor import ServerMonitor, status_of
 from polyfed.deploy.server.queued_run import enqueue
-from polyfed.deploy.server.run_log import STATUS_FOLDER, RunStatus
-from polyfed.deploy.server.web_page import WebPage
+from polyfed.deploy.server.run_log import STATUS_FOLDER
 
 NOBODY = 65534
 DEEDS: dict[str, Callable[[Path], object]] = {
@@ -126,93 +120,3 @@ def test_a_cancelled_job_costs_devices_nothing_more(
     assert count[0] <= asked + 2, "a device that waited for its turn in this process finds nobody"
     assert (jobs.get(1).state == CANCELLED) == (order == "cancel")
     assert not [path for path in queue.folder.iterdir() if path.name.startswith(run)], "late replies leave nothing"
-
-
-class Reader(HTMLParser):
-    """The texts and tags of a page."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags, self.texts, self.attributes = list[str](), list[str](), list[tuple[str, str | None]]()
-        self.feed(page)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.tags.append(tag)
-        self.attributes += attrs
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
-
-
-HOSTILE = '<script>alert(1)</script><img src=x onerror=alert(1)>"&\x1b[2J'
-
-
-@pytest.fixture
-def page(tmp_path: Path) -> Iterator[tuple[int, str]]:
-    """The port on loopback and the token of a server with a hostile job."""
-    jobs, token = Records(tmp_path), "t" * 64
-    jobs.put(name=HOSTILE, purpose=HOSTILE)
-    jobs.change(1, WAITING, reason=HOSTILE, run="7")
-    status = RunStatus(tmp_path / "runs" / "7", tmp_path / "run-1")
-    status("client-missing", round=1, task="update", client=1, reason=HOSTILE)
-    (jobs.place(1) / "log").write_text("x" * 2**15 + f"\n{HOSTILE}\n")
-
-    def facts() -> dict[str, Any]:
-        shown = [jobs.facts(job) for job in jobs.all()]
-        return {"nodes": {"registered": 3, "online": 2}, "away": [HOSTILE], "runs": ["7"], "jobs": shown}
-
-    web = WebPage(jobs, lambda: status_of(facts(), tmp_path / "runs"), token)
-    monitor = ServerMonitor(facts, tmp_path / "runs", web=web.answer)
-    (port,) = free_ports(1)
-    server = uvicorn.Server(uvicorn.Config(monitor, host=HOST, port=port, lifespan="off", ws="none", log_config=None))
-    thread = Thread(target=server.run, daemon=True)
-    thread.start()
-    until(lambda: server.started)
-    yield port, token
-    server.should_exit = True
-    thread.join(30)
-
-
-def got(port: int, path: str, method: str = "GET") -> tuple[int, dict[str, str], str]:
-    connection = HTTPConnection(HOST, port, timeout=60)
-    connection.request(method, path)
-    answer = connection.getresponse()
-    body = answer.read().decode()
-    connection.close()
-    return answer.status, {name.lower(): value for name, value in answer.getheaders()}, body
-
-
-def test_the_page_shows_jobs_as_text_to_those_who_have_the_token(page: tuple[int, str]) -> None:
-    port, token = page
-    status, headers, body = got(port, f"/?token={token}")
-    assert status == 200
-    seen = Reader(body)
-    assert not {"script", "img", "iframe", "form", "link"} & set(seen.tags)
-    assert not [name for name, value in seen.attributes if name.startswith("on") or name in ("src", "href")]
-    text = " ".join(seen.texts)
-    assert "2 of 3 devices online" in text
-    assert text.count("<script>alert(1)</script><img src=x onerror=alert(1)>") == 6, "escaped, and shown as it is"
-    assert "\x1b" not in seen.texts[-3:]
-    assert len(body) < 2**16, "only the end of a log"
-    assert "default-src 'none'" in headers["content-security-policy"]
-    assert (headers["referrer-policy"], headers["cache-control"]) == ("no-referrer", "no-store")
-
-
-def test_without_the_token_the_page_says_nothing_and_nothing_can_be_changed(page: tuple[int, str]) -> None:
-    port, token = page
-    many = "&".join(["a=1"] * 50)
-    for query in (
-        "",
-        "?token=",
-        f"?token={token[:-1]}",
-        f"?token={token}&token={token}",
-        f"?token={token}x",
-        f"?{many}",
-    ):
-        status, _, body = got(port, f"/{query}")
-        assert (status in (401, 503), "alert" in body, "devices" in body) == (True, False, False), query
-    for how in ("POST", "PUT", "DELETE", "PATCH"):
-        assert got(port, f"/?token={token}", how)[0] == 404
-    for path in ("/health", "/metrics"):
-        assert "alert" not in got(port, path)[2]

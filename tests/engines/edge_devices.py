@@ -81,7 +81,16 @@ class EdgeDevices:
         return self.folder / f"edge-{silo}" / "polyfed-edge"
 
     def began(self) -> None:
-        self.threads += [Thread(target=hub.run, daemon=True) for hub in self.hubs]
+        for hub in self.hubs:
+            self.starts(hub.run)
+        self.connect()
+
+    def starts(self, work: Callable[[], object]) -> None:
+        self.threads.append(Thread(target=work, daemon=True))
+        self.threads[-1].start()
+
+    def connect(self) -> None:
+        """Start edges and devices, and wait until all are online."""
         for told in (*self.edges, *self.devices):
             shared = InThreads()  # an edge waits for its devices, whose tasks are in another one
             for one in told["devices"]:
@@ -89,9 +98,7 @@ class EdgeDevices:
                     told["server"], Path(told["ca"]), PrivateKey(Path(one["key"])), self.stop, lambda text: None
                 )
                 device = Device(connection, one["config"], shared, told["limit"], lambda facts: None)  # type: ignore[arg-type]
-                self.threads.append(Thread(target=device.run, daemon=True))
-        for thread in self.threads:
-            thread.start()
+                self.starts(device.run)
         end, wanted = time.monotonic() + 60, [len(self.edges), *(len(told["devices"]) for told in self.devices)]
         while [len(hub.hub.online) for hub in self.hubs] != wanted and time.monotonic() < end:
             time.sleep(0.01)

@@ -18,6 +18,7 @@ from engines.direct import HubTransport, enrolled
 from polyfed.core.errors import TooFewReplies
 from polyfed.data import ClientsSpec
 from polyfed.deploy.handlers import Simulated
+from polyfed.engines.patience import SECOND_LOOK
 from polyfed.engines.protocol import Patience
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.experiment.recipes.settings import DeploymentSpec
@@ -93,6 +94,16 @@ def test_who_is_offline_is_given_up_after_away_seconds(monkeypatch: pytest.Monke
     hub = Delayed(dict.fromkeys(range(DEVICES), 1.0))
     hub.absent = {hub.names[LAST]}
     _, answers = gathered(transport_of(hub), range(DEVICES), DEVICES, away_seconds=2.0)
+    assert answers[LAST].startswith("late: its node has been offline for ")
+
+
+def test_who_was_offline_when_asked_is_given_up_after_a_second_look() -> None:
+    hub = Delayed(dict.fromkeys(range(DEVICES), 1.0))
+    hub.absent = {hub.names[LAST]}
+    transport = transport_of(hub)
+    first, _ = gathered(transport, range(DEVICES), DEVICES, away_seconds=20.0)
+    again, answers = gathered(transport, range(DEVICES), DEVICES, away_seconds=20.0)
+    assert (first, again) == (pytest.approx(20.0, abs=0.6), pytest.approx(SECOND_LOOK, abs=0.6))
     assert answers[LAST].startswith("late: its node has been offline for ")
 
 

@@ -309,15 +309,33 @@ def test_a_job_that_was_paused_in_the_middle_ends_as_one_that_was_not(toy: OwnDe
     assert result["state_sha256"] == one["state_sha256"]
 
 
-def test_a_job_that_a_policy_forbids_ends_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("policy", "purpose", "words"),
+    [
+        ("[limits]\nmin_rows = 100000", "", "refused to enrol"),
+        ("[purposes]", "", "names no purpose"),
+        ("[purposes]", "sepsis", "certain purposes only"),
+    ],
+    ids=["limit", "no-purpose", "purpose"],
+)
+def test_a_job_that_a_policy_forbids_ends_in_a_sentence(
+    policy: str, purpose: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, though it may wait an hour for devices. A section [purposes] that names none forbids every job."""
     monkeypatch.setenv(STATUS_FOLDER, "")
-    with own_devices(tmp_path, method("fedavg"), policy="\n[limits]\nmin_rows = 100000\n") as federation:
+    recipe = method("fedavg").replace("[deployment]\n", f'[deployment]\npurpose = "{purpose}"\n')
+    assert f'purpose = "{purpose}"' in recipe
+    started = time.monotonic()
+    with own_devices(tmp_path, recipe, policy=f"\n{policy}\n") as federation:
         enqueue(federation.app, federation.credentials, {}, 0.0, 3600.0)
         jobs = Jobs(federation.credentials)
         jobs.change(1, WAITING, state=RUNNING, starts=1)
         work(jobs, 1, 1)
-    assert (jobs.get(1).state, jobs.get(1).exit_code) == (FAILED, 3)
-    assert "refused to enrol" in jobs.get(1).reason
+        assert not federation.server.hub.queue.wanted(), "nothing waits for a device"
+    assert time.monotonic() - started < 60.0
+    told = jobs.get(1)
+    assert (told.state, told.exit_code, told.reason.count("\n")) == (FAILED, 3, 0)
+    assert words in told.reason
 
 
 def test_the_commands(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 MONITORING = DEPLOY / "monitoring"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
-SERVICES = ("server", "device")
+SERVICES = ("server", "edge", "device")
 RECIPE = """
 [data]
 name = "toy"
@@ -162,7 +162,7 @@ def test_a_container_has_no_rights_and_cannot_write_its_files(name: str) -> None
     assert service["restart"] == "unless-stopped"
     assert replaced(service["mem_limit"]) == "4g"
     writable = [volume.split(":") for volume in map(replaced, service["volumes"]) if not volume.endswith(":ro")]
-    assert writable == [["device" if name == "device" else "server", "/var/lib/polyfed"]]
+    assert writable == [[name, "/var/lib/polyfed"]]
     assert not [volume for volume in service["volumes"] if "docker.sock" in volume]
 
 
@@ -184,13 +184,14 @@ def commands_of(heading: str) -> list[list[str]]:
     return [words for block in blocks for line in block.splitlines() if (words := shlex.split(line, comments=True))]
 
 
-def test_the_containers_commands_make_a_server_and_a_device_that_starts(tmp_path: Path, capsys: Any) -> None:
+def test_the_containers_commands_make_a_server_an_edge_and_a_device_that_starts(tmp_path: Path, capsys: Any) -> None:
     """They run here without containers: the paths inside of these are folders of the test, as the mounts say."""
     pytest.importorskip("uvicorn", reason="the extra polyfed[server] is not installed")
     import numpy as np
 
     from polyfed.cli import main
     from polyfed.deploy.device.device_file import device_file
+    from polyfed.deploy.edge.edge_file import edge_file
     from polyfed.deploy.processes import free_ports
     from polyfed.transport.hub import HubServer
 
@@ -209,13 +210,14 @@ def test_the_containers_commands_make_a_server_and_a_device_that_starts(tmp_path
         assert not end.value.code, words
         return str(capsys.readouterr().out)
 
-    run = [words for words in commands_of("Containers") if words[:4] == ["docker", "compose", "run", "--rm"]]
+    run = [words[4:] for words in commands_of("Containers") if words[:4] == ["docker", "compose", "run", "--rm"]]
     assert all(words[-2] == "up" for words in commands_of("Containers") if "--profile" in words)
-    (write, start), (join,) = (
-        [words[5:] for words in run if words[4] == "server"],
-        [w for w in run if w[4] != "server"],
+    (write, start), (edge,), ((option, volume, service, *join),) = (
+        [words[1:] for words in run if words[0] == "server"],
+        [words[1:] for words in run if words[0] == "edge"],
+        [words for words in run if words[0] not in ("server", "edge")],
     )
-    volume, service, *join = join[4:][1:]
+    assert option == "--volume"
     assert (volume, service) == ("/etc/polyfed:/join", "device")
     assert f"{volume.partition(':')[0]}:/etc/polyfed:ro" in [
         replaced(one) for one in compose()["services"]["device"]["volumes"]
@@ -226,12 +228,13 @@ def test_the_containers_commands_make_a_server_and_a_device_that_starts(tmp_path
         "--port",
         str(port := free_ports(1)[0]),
     ]
-    token, *_ = re.findall(r"polyfed-join-\S+", runs(start))
+    token, other = re.findall(r"polyfed-join-\S+", runs(start))
     server = HubServer(tmp_path / "volume" / "app-credentials", "127.0.0.1", port)
     thread = Thread(target=server.run, daemon=True)
     thread.start()
     try:
         runs([token if word == "TOKEN" else word for word in join] + ["--yes"])
+        runs([other if word == "TOKEN" else word for word in edge])
     finally:
         server.server.should_exit = True
         thread.join(20)
@@ -239,11 +242,13 @@ def test_the_containers_commands_make_a_server_and_a_device_that_starts(tmp_path
     (device,) = device_file(tmp_path / "etc" / "device.toml")["devices"]
     assert Path(device["key"]).parent == tmp_path / "etc", "it works under another path"
     assert Path(device["config"]["state"]) == tmp_path / "volume" / "state", "the data are mounted read-only"
+    assert edge_file(tmp_path / "volume" / "edge" / "edge.toml")["hub"]["port"] == 9093, "which the service publishes"
 
 
-def test_the_server_publishes_its_two_public_ports_and_a_device_none() -> None:
+def test_server_and_edge_publish_their_public_ports_and_a_device_none() -> None:
     services = compose()["services"]
     assert services["server"]["ports"] == ["9092:9092", "9096:9096"]
+    assert services["edge"]["ports"] == ["9093:9093"]
     assert "ports" not in services["device"]
 
 
@@ -254,8 +259,8 @@ def unit(path: Path) -> ConfigParser:
     return parser
 
 
-def test_there_is_a_unit_for_the_server_and_one_for_a_device() -> None:
-    assert [path.stem for path in UNITS] == ["polyfed-device", "polyfed-server"]
+def test_there_is_a_unit_for_the_server_an_edge_and_a_device() -> None:
+    assert [path.stem for path in UNITS] == ["polyfed-device", "polyfed-edge", "polyfed-server"]
 
 
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
@@ -268,6 +273,9 @@ def test_a_unit_is_hardened(path: Path) -> None:
     assert service["MemoryMax"]
     given = check_command(words[1:])
     assert (service["Restart"], given["--metrics-port"]) == ("always", "9095")
+    if "edge" in path.stem:
+        joined = next(words for words in commands_of("Services: systemd") if "join" in words)
+        assert words[2] == f"{joined[joined.index('TOKEN') + 1]}/edge.toml", "where the page lets it join"
     if "device" in path.stem:
         assert words[1:3] == ["device", "/etc/polyfed/device.toml"]
         assert service["LoadCredential"] == "node.key:/etc/polyfed/node.key"

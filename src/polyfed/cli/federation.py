@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from polyfed.cli.application import HELP_OPTIONS, AsJson, Interrupted, app
 from polyfed.cli.output import answer, print_json, show
-from polyfed.core.errors import RecipeError
+from polyfed.core.errors import RecipeError, command
 from polyfed.core.system.log_lines import LOG_FORMAT
 from polyfed.core.system.stop_signals import handling, interrupt
 
@@ -35,7 +35,7 @@ class Startable(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-servers, devices = (
+servers, devices, edges = (
     typer.Typer(name=name, help=about, cls=Startable, no_args_is_help=True, context_settings=HELP_OPTIONS)
     for name, about in (
         (
@@ -43,10 +43,12 @@ servers, devices = (
             "The server of a federation. `polyfed server DIR` starts it; the others make it and let devices in.",
         ),
         ("device", "A device of a federation. `polyfed device FILE.toml` starts it, after `polyfed device join`."),
+        ("edge", "The edge of a silo. `polyfed edge FILE.toml` starts it, after `polyfed edge join`."),
     )
 )
 app.add_typer(servers)
 app.add_typer(devices)
+app.add_typer(edges)
 
 JsonError = Annotated[bool, typer.Option("--json", help="If it cannot start, print the error as JSON.")]
 """`--json` for a verb that runs until it is stopped, and therefore has no result to print."""
@@ -356,6 +358,9 @@ def device_join(
     ] = "",
     label: Annotated[str, typer.Option(metavar="NAME", help="The array of the labels, if it has another name.")] = "",
     silo: Annotated[int, typer.Option(min=-1, metavar="N", help="Number of the device's silo. -1: none.")] = -1,
+    relay: Annotated[
+        str, typer.Option(metavar="WHO", help="Who may pass what it sends within its silo: edge, server-sees, refused.")
+    ] = "refused",
     state: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Folder for what the device keeps. [default: polyfed-state beside the data]"),
@@ -371,7 +376,7 @@ def device_join(
     word = sys.stdin.readline() if token == "-" else token
     policy = None if policy is None else policy.expanduser()
     wanted = joining.Wanted(
-        data.expanduser(), folder.expanduser(), policy, joining.names_in(modalities), label.strip(), silo, state
+        data.expanduser(), folder.expanduser(), policy, joining.names_in(modalities), label.strip(), silo, relay, state
     )
     made = joining.join(word, wanted, lambda proposal: _agrees(proposal, yes=yes, quiet=as_json))
     if made is None:
@@ -425,12 +430,54 @@ def _agrees(proposal: "Proposal", *, yes: bool, quiet: bool) -> bool:
     return typer.confirm(f"Join {proposal.address} as device {place.number}, {place.name}?", err=True)
 
 
-@app.command()
+@edges.command("join")
+def edge_join(
+    token: Annotated[
+        str, typer.Argument(metavar="TOKEN", help="From the federation's server; - reads it.", show_default=False)
+    ],
+    dir: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder for the edge.", show_default=False)],
+    hosts: Annotated[
+        list[str],
+        typer.Option(
+            "--host",
+            metavar="NAME",
+            help="Where the silo's devices reach the edge; may be repeated.",
+            show_default=False,
+        ),
+    ],
+    number: Annotated[
+        int,
+        typer.Option("--devices", min=1, max=10_000, metavar="N", help="How many the silo has.", show_default=False),
+    ],
+    port: Port = 9093,
+    hours: Hours = 24.0,
+    policy: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="What of the silo may leave for the server. [default: the default policy]"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Join the server of a token as the edge of a silo, and make a join token for each device of the silo."""
+    from polyfed import deploy
+
+    with deploy.needing_extra("an edge"):
+        from polyfed.deploy.edge import joining
+        from polyfed.deploy.server import registration
+    word = sys.stdin.readline() if token == "-" else token
+    made = joining.join(word, joining.Silo(dir.expanduser(), hosts, number, port, hours, policy))
+    facts = {"silo": made.silo, "server": made.address, "file": str(made.file)}
+    facts |= {"start": command("edge", made.file), "tokens": [one.facts() for one in made.tokens]}
+    head = (f"the edge of silo {made.silo} has joined {made.address}", f"start the edge: {facts['start']}")
+    answer(facts, *head, *registration.lines(made.credentials, made.tokens, hours), as_json=as_json)
+
+
+@edges.command(START)
 def edge(
     file: Annotated[
         Path,
         typer.Argument(metavar="FILE.toml", help="The server, the silo, and the edge's key, certificate and policy."),
     ],
+    metrics_port: MetricsPort = 0,
     log_format: LogFormatOption = LogFormat.text,
     as_json: JsonError = False,
 ) -> None:
@@ -438,7 +485,7 @@ def edge(
     from polyfed import deploy
 
     os.environ[LOG_FORMAT] = log_format.value
-    deploy.run_edge(file)
+    deploy.run_edge(file, metrics_port)
 
 
 @app.command()

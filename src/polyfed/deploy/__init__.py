@@ -14,7 +14,8 @@ Files:
     device/: what runs on a device. `agent` waits for the server, `tasks` runs the tasks, `device_file` and
         `configuration` are what its owner writes, and `joining` writes it for the owner.
     edge/: the edge of a silo, which serves the silo's devices and is a participant of the server. `edge_file` is what
-        its owner writes, `runtime` answers the server's packets, and `prediction` predicts for the silo.
+        its owner writes, and `joining` writes it for the owner; `runtime` answers the server's packets, and
+        `prediction` predicts for the silo.
 
 The functions here need one of the extras `server` and `device`. Without it, they raise an error that says so.
 """
@@ -152,7 +153,7 @@ def run_device(path: Path, metrics_port: int) -> None:
     device_file.device(path, metrics_port)
 
 
-def run_edge(path: Path) -> None:
+def run_edge(path: Path, metrics_port: int = 0) -> None:
     """Turn this process into that of an edge; see `polyfed.deploy.edge.edge_file`.
 
     Raises:
@@ -160,7 +161,7 @@ def run_edge(path: Path) -> None:
     """
     with needing_extra("an edge"):
         from polyfed.deploy.edge import edge_file
-    edge_file.edge(path)
+    edge_file.edge(path, metrics_port)
 
 
 def predict_at_edge(file: Path, model: Path, only_ids: Path | None = None) -> dict[str, list[Any]]:

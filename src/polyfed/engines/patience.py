@@ -23,6 +23,10 @@ start of the wait."""
 LOOK_EVERY = 1.0
 """Seconds between two queries for nodes that are new, are online again, or are offline."""
 
+SECOND_LOOK = 5.0
+"""Seconds that a client gets to come back whose node was gone when it was asked. They count only where others do not
+suffice: too few have replied to a request, or a buffer waits for nobody else."""
+
 LONGEST_SKIP = 64
 """A client that has missed n deadlines in a row gets the full deadline again after 2**n requests, but at the latest
 after this number of requests."""
@@ -71,7 +75,6 @@ class OpenRequest:
         answers: client -> its answer, or the reason why there is no answer.
         again: the clients to which the request must be sent again, because it was lost when the client's node went
             offline. Client -> the reason for the loss.
-        away: client -> the time at which its node went offline.
         settled: the time at which the server stopped waiting for expected clients; since then, it waits only for other
             clients. A client is expected if its node is online and if it did not miss an earlier deadline. Infinity
             while the server still waits for an expected client.
@@ -83,7 +86,6 @@ class OpenRequest:
     waiting: dict[str, int] = field(default_factory=dict)
     answers: dict[int, Packet | str] = field(default_factory=dict)
     again: dict[int, str] = field(default_factory=dict)
-    away: dict[int, float] = field(default_factory=dict)
     settled: float = math.inf
 
     @property
@@ -108,10 +110,6 @@ class OpenRequest:
     def pending(self) -> list[int]:
         """Return the clients that have not answered."""
         return [client for client in self.packets if client not in self.answers]
-
-    def gone(self, client: int, now: float) -> bool:
-        """Return whether the client's node has been offline for longer than `patience.away_seconds`."""
-        return client in self.away and now - self.away[client] >= self.patience.away_seconds
 
 
 @dataclass(kw_only=True)
@@ -154,6 +152,8 @@ class PatientTransport(ABC):
         self._misses: Counter[int] = Counter()  # number of deadlines in a row that a client missed
         self._skip: Counter[int] = Counter()  # number of requests until a late client gets the full deadline again
         self._overdue: dict[str, tuple[int, float]] = {}  # closed requests: client, and when the message is deleted
+        self._away: dict[int, float] = {}  # when each client whose node is offline was first seen to be away
+        self._looked = -math.inf  # when `_look` last did so
         self._working = OpenRequest({}, Patience(math.inf, 1), 0.0)  # what `gather` has sent and nobody has answered
         self._since: dict[int, float] = {}  # when each of these clients was asked
 
@@ -254,22 +254,23 @@ class PatientTransport(ABC):
 
         After a client has missed a deadline, the transport waits less for this client in its next requests: only
         `open_request.GRACE` times as long as the other clients took. The number of such requests doubles with every
-        further miss, up to `LONGEST_SKIP`. The wait for a client whose node is offline takes at most
-        `patience.away_seconds`.
+        further miss, up to `LONGEST_SKIP`.
+
+        A client whose node has been offline for `patience.away_seconds` is *gone*: nobody waits for it until its node
+        is online again. This time goes on between requests, so that an absence costs it only once. If fewer than
+        `patience.least` others reply, a client that was gone already gets `SECOND_LOOK` seconds.
         """
         now = time.monotonic()
         run = OpenRequest(packets, patience, now)
         self._skip -= Counter(dict.fromkeys(packets, 1))
         absent = [client for client in packets if client not in self.node_of]
         run.answers |= dict.fromkeys(absent, "it has not enrolled, or was left out")
+        self._look(run)
         self._send(run, packets, patience.seconds)
         sent(list(run.waiting.values()))
-        looked = now
         while not (why := self._closed(run)):
             came = self._pull(run)
-            if time.monotonic() - looked > LOOK_EVERY:
-                self._look(run)
-                looked = time.monotonic()
+            self._look(run)
             if not came:
                 self._pause(run.started, min(run.end, run.grace))
         return self._settled(run, why)
@@ -294,22 +295,21 @@ class PatientTransport(ABC):
         """Send packets, and return what has come when enough clients have replied; see `Transport.gather`.
 
         Nobody gives up the other requests: their replies are for a later call. A client that has been asked longer than
-        `patience.seconds` ago, or whose node is offline for `patience.away_seconds`, is given up.
+        `patience.seconds` ago, or whose node is offline for `patience.away_seconds`, is given up; if the node was so
+        when the client was asked, after `SECOND_LOOK` seconds.
         """
-        now = time.monotonic()
-        run, looked = self._working, now
+        now, run = time.monotonic(), self._working
         run.patience, run.started, run.packets = patience, now, {**run.packets, **packets}
         self._since |= dict.fromkeys(packets, now)
         absent = [client for client in packets if client not in self.node_of]
         run.answers |= dict.fromkeys(absent, "it has not enrolled, or was left out")
+        self._look(run)
         self._send(run, packets, patience.seconds)
         sent(packets.keys() & set(run.waiting.values()))
         end = math.inf if interval_s is None else now + interval_s
         while not self._full(run, end):
             came = self._pull(run)
-            if time.monotonic() - looked > LOOK_EVERY:
-                self._look(run)
-                looked = time.monotonic()
+            self._look(run)
             if not came:
                 ends = [end, *(self._since[client] + patience.seconds for client in run.pending())]
                 self._pause(run.started, min(one for one in ends if one > time.monotonic()))
@@ -325,8 +325,8 @@ class PatientTransport(ABC):
         for client in run.pending():
             if now >= self._since[client] + patience.seconds:
                 run.answers[client] = f"late: no answer within {patience.seconds:g} seconds"
-            elif run.gone(client, now):
-                run.answers[client] = f"late: its node has been offline for {now - run.away[client]:.0f} seconds"
+            elif self._is_gone(client, patience, now) and _looked_again(self._since[client], patience, now):
+                run.answers[client] = f"late: its node has been offline for {now - self._away[client]:.0f} seconds"
             else:
                 continue
             given_up.add(client)
@@ -352,11 +352,16 @@ class PatientTransport(ABC):
             return f"late: no answer within {run.patience.seconds:g} seconds"
         if run.replied >= run.patience.enough:
             return f"late: the request was closed when {run.replied} of {count} clients had replied"
-        if any(not self._skip[client] and not run.gone(client, now) for client in pending):
+        there = [client for client in pending if not self._is_gone(client, run.patience, now)]
+        if any(not self._skip[client] for client in there):
             run.settled = math.inf
             return ""
-        if run.replied < min(run.patience.least, count):
-            return "late: its node is offline" if all(run.gone(client, now) for client in pending) else ""
+        too_few = run.replied < min(run.patience.least, count)
+        if not there:
+            looks = too_few and not _looked_again(run.started, run.patience, now)
+            return "" if looks else "late: its node is offline"
+        if too_few:
+            return ""
         run.settled = min(run.settled, now)
         if now < run.grace:
             return ""
@@ -370,9 +375,11 @@ class PatientTransport(ABC):
         self.close(list(run.waiting))
         for client in run.pending():
             run.answers[client] = f"late: {run.again[client]}; not back in time" if client in run.again else why
-            if run.gone(client, now):
-                away = now - run.away[client]
+            if self._is_gone(client, run.patience, now):
+                away = now - self._away[client]
                 run.answers[client] = f"late: its node has been offline for {away:.0f} seconds"
+                if self._is_gone(client, run.patience, run.started):
+                    continue  # nobody waited for the client; when it is back, it gets the full deadline
             elif run.replied >= run.patience.enough:
                 continue  # the client did not have the full deadline, so it has not missed the deadline
             if not self._skip[client]:
@@ -381,13 +388,24 @@ class PatientTransport(ABC):
         return {client: run.answers[client] for client in run.packets}
 
     def _look(self, run: OpenRequest) -> None:
-        """Record which nodes are offline, and send lost requests again to nodes that are online again."""
-        left = run.end - time.monotonic()
+        """Record who is away, and send lost requests again to nodes that are online again, each `LOOK_EVERY` seconds.
+
+        It looks for all clients, not only for those of this request: one that comes back between two of its own
+        requests and goes offline again has a new absence.
+        """
+        now = time.monotonic()
+        if now - self._looked <= LOOK_EVERY:
+            return
         if run.again:
+            left = run.end - now
             self._send(run, self._reachable(run.packets, run.again, run.patience.seconds), left)
-        now, there = time.monotonic(), set(self.online())
-        absent = [client for client in run.pending() if self.node_of.get(client) not in there]
-        run.away = {client: run.away.get(client, now) for client in absent}
+        there, self._looked = set(self.online()), time.monotonic()
+        absent = [client for client, node in self.node_of.items() if node not in there]
+        self._away = {client: self._away.get(client, self._looked) for client in absent}
+
+    def _is_gone(self, client: int, patience: Patience, now: float) -> bool:
+        """Return whether the client's node has been offline for `patience.away_seconds`."""
+        return client in self._away and now - self._away[client] >= patience.away_seconds
 
     def _send(self, run: OpenRequest, packets: Mapping[int, Packet], seconds: float) -> None:
         """Send packets. If a message is not accepted, `_look` sends it again."""
@@ -411,8 +429,11 @@ class PatientTransport(ABC):
             if late is not None and not found.failed:
                 self.discarded[late] += 1
             client = run.waiting.pop(found.identity, None)
-            if found.carried is not None and (whose := client if late is None else late) is not None:
-                self.measured.append((whose, found.carried, late is not None))
+            if (whose := client if late is None else late) is not None:
+                if not found.failed:
+                    self._away.pop(whose, None)
+                if found.carried is not None:
+                    self.measured.append((whose, found.carried, late is not None))
             if client is None or client in run.answers:
                 continue
             if found.lost:
@@ -484,6 +505,11 @@ class PatientTransport(ABC):
         now = time.monotonic()
         wait = min(LONGEST_WAIT, max(FIRST_WAIT, (now - started) / 10))
         self.rest(max(0.0, min(wait, end - now)))
+
+
+def _looked_again(asked: float, patience: Patience, now: float) -> bool:
+    """Return whether a client that was gone when it was asked has had its time to come back."""
+    return now - asked >= min(SECOND_LOOK, patience.away_seconds)
 
 
 def _enrolled(answers: Sequence[Packet]) -> int:

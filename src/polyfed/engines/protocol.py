@@ -313,7 +313,7 @@ class Patience:
         seconds: the deadline.
         enough: stop as soon as this number of clients have replied.
         least: while fewer clients than this have replied, also wait for clients that missed earlier deadlines.
-        away_seconds: how long the transport waits for a client whose node is offline.
+        away_seconds: how long the transport waits for a client whose node is offline, over all requests.
     """
 
     seconds: float

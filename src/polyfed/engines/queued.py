@@ -83,6 +83,7 @@ class QueueTransport(PatientTransport):
         self._gone = self._gone or time.monotonic()
         if time.monotonic() - self._gone > GONE_SECONDS:
             raise TransportError("the server is gone. Start `polyfed server` again; the same command goes on")
+        self._away.clear()  # no device can reach a server that is gone: absences begin when it is back
         return []
 
     @override

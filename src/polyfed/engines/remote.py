@@ -54,7 +54,7 @@ class ReplyTerms:
         close_at: the server closes the request when this share of the asked clients has replied.
         min_replies: smallest number of replies. With fewer replies, the server keeps waiting for all other clients
             until the deadline. It does so even for clients that missed earlier deadlines.
-        away_seconds: how long the server waits for a client whose device is offline.
+        away_seconds: how long the server waits for a client whose device is offline, over all requests.
         stop_on_refusal: whether a client's refusal ends the run. Otherwise the request continues without the client.
         relay: whether the server may relay, and so see, the messages between clients of a silo.
         limit: size in bytes of the largest message that server and clients read.

@@ -214,7 +214,9 @@ class Conclusion:
         named = [f"{name} was not compared, because {why}" for name, why in list(lost.items())[:NAMED]]
         left = len(lost) - NAMED
         more = (
-            f"; {counted(left, 'more method was', 'more methods were')} not compared (see the table)" if left > 0 else ""
+            f"; {counted(left, 'more method was', 'more methods were')} not compared (see the table)"
+            if left > 0
+            else ""
         )
         yield f"{'; '.join(named)}{more}."
 

@@ -256,8 +256,16 @@ class Register:
         """Return where devices reach the server, or "" if nobody has said so; keep a new address."""
         if new:
             host_and_port(new)
-            self._rows.execute("INSERT OR REPLACE INTO settings VALUES ('address', ?)", (new,))
-        row = self._rows.execute("SELECT value FROM settings WHERE name = 'address'").fetchone()
+        return self._setting("address", new)
+
+    def silo(self, new: int = -1) -> int:
+        """Return the silo of which this server is the edge, or -1 for none; keep a new number."""
+        return int(self._setting("silo", str(new) if new >= 0 else "") or -1)
+
+    def _setting(self, name: str, new: str) -> str:
+        if new:
+            self._rows.execute("INSERT OR REPLACE INTO settings VALUES (?, ?)", (name, new))
+        row = self._rows.execute("SELECT value FROM settings WHERE name = ?", (name,)).fetchone()
         return "" if row is None else str(row[0])
 
     def issue(self, name: str = "", number: int | None = None, hours: float = HOURS) -> tuple[bytes, Entry]:

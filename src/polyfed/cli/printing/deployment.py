@@ -19,6 +19,7 @@ from polyfed.core.messages import LABELS
 from polyfed.core.system.files import RESULT
 from polyfed.core.system.log_lines import escaped_lines
 from polyfed.core.tree import SHARED
+from polyfed.deploy.device.configuration import NodeConfig
 from polyfed.deploy.device.recipe_check import Inspection
 from polyfed.deploy.server.jobs import LOG, WAIT_HOURS, Jobs
 from polyfed.experiment.checks.check import fixes_of
@@ -225,6 +226,10 @@ def proposal_parts(proposal: "Proposal") -> Iterator[RenderableType]:
     yield Text(f"the server {proposal.address} is that of the token: authority {proposal.authority[:16]}...")
     yield Text(f"this device would be number {place.number}, {place.name}")
     yield device_tables(proposal.inspection)
+    if (relay := proposal.inspection.node.relay) != NodeConfig.relay:
+        yield Text(
+            f"--relay {relay}: this server reads what the policy lets pass within the silo, as embeddings and ids"
+        )
     if not place.recipe:
         yield Text("the server shows no recipe; whatever it runs later can send no more than this")
     yield Text("this policy is, or will be, a file of yours: change it before the device starts, if less should leave")

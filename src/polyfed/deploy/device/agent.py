@@ -347,14 +347,15 @@ def private_folder(path: Path) -> Path:
 
 
 @contextmanager
-def alone_in(state: Path) -> Iterator[None]:
-    """Keep the state folder of a device from other processes.
+def alone_in(state: Path) -> Iterator[Path]:
+    """Keep the state folder of a device from other processes, by a lock on the file whose path this yields.
 
     Raises:
         RecipeError: another process uses it, or it cannot be used.
     """
     try:
-        file = open(private_folder(state) / "agent.lock", "wb", opener=without_links)  # noqa: SIM115  closed below
+        path = private_folder(state) / "agent.lock"
+        file = open(path, "wb", opener=without_links)  # noqa: SIM115  closed below
     except OSError as error:
         raise RecipeError(f"{state} cannot be used: {error}") from None
     with file:
@@ -363,7 +364,7 @@ def alone_in(state: Path) -> Iterator[None]:
         except BlockingIOError:
             why = f"another process uses {state}; end it, or give this device another folder (state)"
             raise RecipeError(why) from None
-        yield
+        yield path
 
 
 def _holds(path: Path, sha256: str) -> bool:

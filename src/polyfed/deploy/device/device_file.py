@@ -64,18 +64,21 @@ def device(path: Path, metrics_port: int = 0) -> NoReturn:
     Raises:
         RecipeError: the file is wrong, a file that it names is missing, or another process uses the port.
     """
-    told = device_file(path)
+    become(device_file(path), metrics_port)
+
+
+def become(told: Mapping[str, Any], metrics_port: int) -> NoReturn:
+    """Turn this process into the one that waits for the server; see `polyfed.deploy.device.agent`.
+
+    Raises:
+        RecipeError: another process uses the port for health and metrics.
+    """
     if metrics_port:
         require_prometheus()
         if listens(metrics_port):
             raise RecipeError(f"port {metrics_port} of this machine is taken; choose another (--metrics-port)")
-    become(told | {"metrics_port": metrics_port})
-
-
-def become(told: Mapping[str, Any]) -> NoReturn:
-    """Turn this process into the one that waits for the server; see `polyfed.deploy.device.agent`."""
     file = tempfile.TemporaryFile()  # noqa: SIM115  the process that follows reads it
-    file.write(json.dumps(told).encode())
+    file.write(json.dumps({**told, "metrics_port": metrics_port}).encode())
     file.seek(0)
     os.set_inheritable(file.fileno(), True)
     # -P: Python imports nothing from the current folder

@@ -29,7 +29,7 @@ from polyfed.data import Columns
 from polyfed.data.columns import TEST, TRAIN, check_finite
 from polyfed.deploy.device.agent import alone_in
 from polyfed.deploy.device.allowed_arrays import ROLES, standard
-from polyfed.deploy.device.configuration import NodeConfig
+from polyfed.deploy.device.configuration import RELAYS, NodeConfig
 from polyfed.deploy.device.data import refuse_own_numbers
 from polyfed.deploy.device.device_file import device_file
 from polyfed.deploy.device.recipe_check import Inspection, inspect
@@ -44,6 +44,9 @@ from polyfed.transport.tokens import JoinToken
 
 CA, POLICY, KEY, DEVICE = "ca.pem", "policy.toml", "node.key", "device.toml"
 """The files that joining writes. The last one is complete only if all others are."""
+
+WITHIN_SILO, SHARED_WITHIN_SILO = ["parameters", "embeddings"], ["parameters", "statistic", "ids"]
+"""What the methods with silos, HFM and VFL, send within a silo of a modality, and of what belongs to none."""
 
 STAGE = ".polyfed-join"
 """The folder in which joining prepares them."""
@@ -60,6 +63,7 @@ class Wanted:
         modalities: the arrays with which the device takes part; () for those that polyfed finds.
         label: the array of the labels; "" for the one that polyfed finds, if there is one.
         silo: the number of the device's silo, or -1.
+        relay: what may pass what the device sends within its silo; one of `RELAYS`.
         state: folder in which the device keeps its state; None for the one beside the data.
     """
 
@@ -69,7 +73,15 @@ class Wanted:
     modalities: tuple[str, ...] = ()
     label: str = ""
     silo: int = -1
+    relay: str = NodeConfig.relay
     state: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Check `relay`, before the owner is asked about it."""
+        if self.relay not in RELAYS:
+            raise RecipeError(f"--relay {self.relay}: allowed: {', '.join(RELAYS)}")
+        if self.relay != NodeConfig.relay and self.silo < 0:
+            raise RecipeError(f"--relay {self.relay} is about messages within a silo: add --silo N, its number")
 
     @property
     def written(self) -> tuple[str, ...]:
@@ -139,15 +151,16 @@ def join(token: str, wanted: Wanted, agree: Callable[[Proposal], bool]) -> Joine
             door = Door(known)
             door.recognise()
             place = door.ask(PrivateKey(stage / KEY).fingerprint if keep else "")
+            relays = wanted.relay != NodeConfig.relay
             if wanted.policy is None:
-                replace_text(stage / POLICY, policy_text(columns, table, wanted.data.name))
+                replace_text(stage / POLICY, policy_text(columns, table, wanted.data.name, in_silo=relays))
             node = _node(wanted, columns, place.number, stage)
             inspection, why = _inspected(node, columns, place.recipe, stage)
             clocks = different_clocks(door.skew) if abs(door.skew) > SKEW_SECONDS else ""
             told = (*notes, *filter(None, (clocks, why)))
             if not agree(Proposal(known.address, known.authority.hex(), place, inspection, told)):
                 return None
-            key, keep = _key(stage / KEY), True
+            key, keep = key_at(stage / KEY), True
             try:
                 door.register(key)
             except RecipeError:  # the server does not take a key that it has never heard of
@@ -214,7 +227,7 @@ def _read(wanted: Wanted) -> tuple[Columns, dict[str, object], tuple[str, ...]]:
     return columns, reading.table, reading.remarks
 
 
-def policy_text(columns: Columns, table: dict[str, object], name: str) -> str:
+def policy_text(columns: Columns, table: dict[str, object], name: str, *, in_silo: bool = False) -> str:
     """Return a policy file for data: what may leave by default, spelled out, with the lines that an owner may add.
 
     The block `shared` has no row: it then follows those of the modalities, also after the owner has made one stricter.
@@ -222,6 +235,7 @@ def policy_text(columns: Columns, table: dict[str, object], name: str) -> str:
     Args:
         table: the options of [data] with which polyfed reads the data.
         name: the name of the data file.
+        in_silo: also write what the owner may add for messages within the silo, which are refused without it.
     """
     kinds = toml_value([kind for kind in KINDS if kind in DEFAULT])
     other = {role: value for role in ROLES if (value := table.get(role)) and value != standard(role)}
@@ -238,6 +252,7 @@ def policy_text(columns: Columns, table: dict[str, object], name: str) -> str:
     ]
     for modality, column in columns.modalities.items():
         lines += ["", f"[egress.{toml_key(modality)}]  # {kind_of(column)}", f"server = {kinds}"]
+        lines += [f"# silo = {toml_value(WITHIN_SILO)}  # within the silo"] if in_silo else []
     lines += [
         "",
         "[egress.labels]",
@@ -247,6 +262,7 @@ def policy_text(columns: Columns, table: dict[str, object], name: str) -> str:
         "# modality above may. To let them send more, with the risk that `polyfed docs egress` describes:",
         "# [egress.shared]",
         f"# server = {kinds}",
+        *([f"# silo = {toml_value(SHARED_WITHIN_SILO)}"] if in_silo else []),
         "",
         "# What training may reveal of few rows, and how often a server may ask:",
         "# [limits]",
@@ -277,6 +293,7 @@ def _node(wanted: Wanted, columns: Columns, number: int, stage: Path) -> NodeCon
         modalities=",".join(columns.modalities),
         policy=str(policy),
         silo=wanted.silo,
+        relay=wanted.relay,
     )
 
 
@@ -312,7 +329,7 @@ def _inspected(node: NodeConfig, columns: Columns, recipe: str, stage: Path) -> 
         return plain, f"this device would refuse the recipe that the server is about to run: {said}"
 
 
-def _key(path: Path, like: Path | None = None) -> PrivateKey:
+def key_at(path: Path, like: Path | None = None) -> PrivateKey:
     """Return the key in a file, which is made here and never leaves.
 
     Args:
@@ -355,6 +372,7 @@ def _device_text(wanted: Wanted, node: NodeConfig, address: str, place: Place) -
         f"modalities = {toml_value(list(node.held))}",
         f"policy = {toml_value(policy)}",
         *([f"silo = {wanted.silo}"] if wanted.silo >= 0 else []),
+        *([f"relay = {toml_value(wanted.relay)}"] if wanted.relay != NodeConfig.relay else []),
         *([f"state = {toml_value(_from(wanted.state, folder))}"] if wanted.state is not None else []),
         "",
     ]
@@ -435,7 +453,7 @@ def _renewed(server: str, ca: Path, client: int, path: Path) -> Renewed:
     draft, kept = (path.with_name(f".{path.name}.polyfed-{word}") for word in ("next", "old"))
     try:
         if draft.exists() or not kept.exists():  # else the new key is in its place, and only its first use is missing
-            new = _key(draft, path)
+            new = key_at(draft, path)
             _asked(server, ca, PrivateKey(path), new)
             kept.unlink(missing_ok=True)
             os.link(path, kept)

@@ -94,9 +94,7 @@ def edge_file(path: Path) -> dict[str, Any]:
         faults.append(f"ca: {whole['ca']} is not there; copy ca.pem from the server")
     credentials = Path(whole["credentials"])
     if missing := [name for name in SERVER if not (credentials / name).exists()]:
-        faults.append(
-            f"credentials: {credentials} lacks {', '.join(missing)}; `polyfed app DIR --host NAME` writes one"
-        )
+        faults.append(f"credentials: {credentials} lacks {', '.join(missing)}; `polyfed edge join` writes one")
     try:
         refuse_demands(replace(config, policy=whole["policy"]))
     except PolyfedError as error:
@@ -140,8 +138,12 @@ def refuse_demands(edge: EdgeConfig) -> None:
 _PATHS = ("key", "ca", "credentials", "policy", "state")
 
 
-def edge(path: Path) -> NoReturn:
+def edge(path: Path, metrics_port: int = 0) -> NoReturn:
     """Turn this process into that of an edge. It listens for the devices of its silo, and waits for the server.
+
+    Args:
+        path: its file.
+        metrics_port: port on loopback for health and metrics, or 0 for no such port.
 
     Raises:
         RecipeError: the file is wrong, a file that it names is missing, or another process uses the port.
@@ -152,4 +154,4 @@ def edge(path: Path) -> NoReturn:
     check_server(credentials, list(SERVER))
     if listens(told["hub"]["port"]):
         raise RecipeError(f"port {told['hub']['port']} of this machine is taken; choose another (port)")
-    become(told | {"metrics_port": 0})
+    become(told, metrics_port)

@@ -32,15 +32,18 @@ class Issued:
     Attributes:
         entry: the device in the register.
         token: the text of the token.
+        silo: the silo of the edge that has made it; -1 for a token of a server.
     """
 
     entry: Entry
     token: str
+    silo: int = -1
 
     @property
     def command(self) -> str:
         """What to type on the device."""
-        return f"{command('device', 'join', self.token)} --data FILE"
+        silo = f" --silo {self.silo} --relay edge" if self.silo >= 0 else ""
+        return f"{command('device', 'join', self.token)} --data FILE{silo}"
 
     def facts(self) -> dict[str, Any]:
         """The content that `--json` prints."""
@@ -48,7 +51,13 @@ class Issued:
 
 
 def begin(
-    folder: Path, hosts: Sequence[str], port: int, names: Sequence[str], hours: float, recipe: Path | None = None
+    folder: Path,
+    hosts: Sequence[str],
+    port: int,
+    names: Sequence[str],
+    hours: float,
+    recipe: Path | None = None,
+    silo: int = -1,
 ) -> list[Issued]:
     """Make the folder of a server: its authority, its certificate, and a token for each device.
 
@@ -56,9 +65,11 @@ def begin(
         folder: the folder, which holds no server yet.
         hosts: names and addresses under which devices reach the server. Tokens have the first one.
         port: the port on which it will serve devices.
-        names: names of the devices, numbered from 0; "" for `device-NUMBER`.
+        names: names of the devices, numbered from 0, or at the edge of a silo after those of the silos before it; ""
+            for `device-NUMBER`.
         hours: how long tokens are valid.
         recipe: a recipe for the owners of devices to check before they join.
+        silo: the silo of which this server is the edge; -1 for none.
 
     Raises:
         RecipeError: an argument is wrong, or the folder holds a server.
@@ -89,7 +100,8 @@ def begin(
         replace_text(folder / OFFERED, text)
     with registered(folder) as register:
         register.address(address)
-        return [_issue(folder, register, name, number, hours) for number, name in enumerate(names)]
+        first = len(names) * max(register.silo(silo), 0)
+        return [_issue(folder, register, name, number, hours) for number, name in enumerate(names, first)]
 
 
 def issue(folder: Path, name: str, number: int | None, hours: float = HOURS, address: str = "") -> Issued:
@@ -112,7 +124,7 @@ def issue(folder: Path, name: str, number: int | None, hours: float = HOURS, add
 def _issue(folder: Path, register: Register, name: str, number: int | None, hours: float) -> Issued:
     secret, entry = register.issue(name, number, hours)
     authority = hashlib.sha256((folder / "ca.pem").read_bytes()).digest()
-    return Issued(entry, JoinToken(register.address(), authority, secret).text())
+    return Issued(entry, JoinToken(register.address(), authority, secret).text(), register.silo())
 
 
 @contextmanager

@@ -127,7 +127,7 @@ class DeploymentSpec:
         close_at: share of the asked clients whose replies close a request. Below 1, the result depends on which clients
             are fast.
         away_seconds: how many seconds, within `reply_seconds`, the server waits for a client to come back whose node
-            signed off or went offline.
+            signed off or went offline. It waits so once, not again in later requests while the client stays away.
         on_refusal: if a client's policy refuses a reply, `stop` ends the run (exit code 3) and `drop`
             leaves the client out of the request.
         relay: `edge` lets messages within a silo pass through the edge of the silo, a process of its own; `server-sees`

@@ -175,7 +175,7 @@ class Searcher:
                 self._study.tell(trial, -score if self.lowest else score)
 
     def unsure(self) -> list[int]:
-        """Return the places of the trials that need all rounds and seeds next, best first; none if one can be chosen.
+        """Return which trials need all rounds and seeds next, best first, by their places; none if one can be chosen.
 
         A search that confirms asks for its best trials. One that prunes asks, if training diverged with each trial that
         went to the end, for the best of those that stopped. Trials that got further come first, as the others need more
