@@ -1,4 +1,4 @@
-"""`polyfed device` behind a proxy that wants a password, cuts calls that wait, or is not there."""
+"""Devices behind a proxy that wants a password, cuts calls that wait, or is not there."""
 
 import os
 import socket
@@ -8,6 +8,7 @@ import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -17,12 +18,14 @@ import pytest
 pytest.importorskip("uvicorn", reason="the extra polyfed[server] is not installed")
 
 from attacks.test_own_transport import Federation, Proxy
-from polyfed.core.errors import RecipeError
+from polyfed.core.errors import RecipeError, TransportError
 from polyfed.deploy.device.agent import MESSAGES
 from polyfed.deploy.device.device_file import device_file
 from polyfed.deploy.processes import free_ports
 from polyfed.transport import connection, hub
+from polyfed.transport.joining import Door
 from polyfed.transport.queue import ANSWERED
+from polyfed.transport.tokens import JoinToken
 from refusals import refuses
 
 PATIENCE = 90.0
@@ -209,3 +212,23 @@ def test_a_variable_that_is_no_proxy_is_refused_without_its_password(
     with suppress(RecipeError):
         device_file(federation.folder / "device.toml")
         raise AssertionError("the file has no device")
+
+
+def test_a_device_joins_and_renews_its_key_through_its_proxy_or_says_what_it_needs(
+    federation: Federation, monkeypatch: Any
+) -> None:
+    proxy, authority = Rough(login="me:s3cret"), (federation.folder / "ca.pem").read_bytes()
+    door = Door(JoinToken(f"127.0.0.1:{federation.port}", sha256(authority).digest(), bytes(16)))
+    device = federation.device(0)
+    monkeypatch.setenv("no_proxy", "")
+    for words, works in (("", False), ("me:s3cret@", True)):
+        monkeypatch.setenv("https_proxy", f"http://{words}127.0.0.1:{proxy.port}")
+        for call in (door.recognise, device.renew):
+            if works:
+                call()
+            else:
+                with refuses(TransportError, "HTTPS_PROXY=http://NAME:PASSWORD"):
+                    call()
+    assert door.authority == authority
+    assert proxy.count == 4
+    proxy.listening.close()
