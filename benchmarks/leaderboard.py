@@ -160,7 +160,8 @@ def family(board: Board, name: str) -> Iterator[str]:
     yield conclusion(proof, FAMILIES[name])
     yield from _written([scores_of(shown, proof) or one_scenario(proof, scenarios[0])])
     yield f"Bold: differs from FedAvg, {_test_of(proof.differences)}. A dash: left out, or training diverged."
-    yield from _written([sheet for sheet in tests_of(replace(proof, differences=())) if sheet.name != "differences"])
+    told = ("differences", "ranks")  # the scores have the mean ranks, and the conclusion who differs by them
+    yield from _written([sheet for sheet in tests_of(replace(proof, differences=())) if sheet.name not in told])
     yield from _written([needed_sheet(proof, scenarios)])
     yield from _written([costs_sheet(board, scenarios, "Bytes", lambda cost: cost.bytes)])
     yield from _written([costs_sheet(board, scenarios, "Seconds of training", lambda cost: cost.seconds)])
@@ -194,6 +195,10 @@ def page(board: Board, left: Sequence[str]) -> str:
     if board.judged:
         parts += ["## Can validation judge?", *_written([judged_sheet(board)])]
     apart = [name for name in board.judged if not board.judges(name) or name in board.curves]
+    for name in (name for name in apart if name not in board.curves):
+        shown = board.of([name], lambda method: not method.endswith(PLACEBO))
+        scores = one_scenario(evidence(shown, baseline=BASELINE), name)
+        parts += [f"The scores in {name} are of settings that its validation rows chose.", *_written([scores])]
     curves = [name for name in board.curves if name in apart]
     if curves:
         parts += ["## Curves over the learning rate", *_written([curve_sheet(board, name) for name in curves])]
