@@ -1,8 +1,8 @@
 """Successive halving against the whole search: the chosen settings, their test scores and the rounds of both.
 
-    python benchmarks/halving.py [--out runs/halving] [--jobs 1]
+    python benchmarks/halving.py [--out runs/halving] [--jobs 1] [--one-seed]
 
-The whole search continues the trials that halving stopped, from their checkpoints, so both together compute no round
+With `--one-seed`, settings are tuned on one seed and none is confirmed on a second one. The whole search continues the trials that halving stopped, from their checkpoints, so both together compute no round
 twice. The command goes on where it was stopped.
 """
 
@@ -71,14 +71,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "halving")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--only", help="only this scenario of the study")
+    parser.add_argument("--only", nargs="*", help="only these scenarios of the study")
+    parser.add_argument("--one-seed", action="store_true", help="tune on one seed, and confirm nothing")
     options = parser.parse_args()
     out = options.out.absolute()
     os.chdir(ROOT)  # the recipes name their data from here
     started = time.monotonic()
     table = study()
     if options.only:
-        table["scenarios"] = {options.only: table["scenarios"][options.only]}
+        table["scenarios"] = {name: table["scenarios"][name] for name in options.only}
+    if options.one_seed:
+        table["search"] |= {"seeds": table["search"]["seeds"][:1]}
+        del table["search"]["confirm"]
     halving = swept(table, out, options.jobs)
     exhaustive = copy.deepcopy(table)
     for key in ("prune", "least_rounds"):
@@ -97,7 +101,7 @@ def main() -> None:
         print(f"| {scenario} | {method} | {scores} | {same} | {holds} |")
     print(f"{sum(row['holds'] for row in rows.values())} of {len(rows)} hold; {time.monotonic() - started:.0f} s")
     facts = {f"{s}, {m}": rows[s, m] | {"searches": [halving[s, m], whole[s, m]]} for s, m in rows}
-    (out / f"halving{options.only or ''}.json").write_text(json.dumps(facts, indent=1))
+    (out / "halving.json").write_text(json.dumps(facts, indent=1))
 
 
 if __name__ == "__main__":
