@@ -2,8 +2,9 @@
 
     python benchmarks/halving.py [--out runs/halving] [--jobs 1] [--one-seed]
 
-With `--one-seed`, settings are tuned on one seed and none is confirmed on a second one. The whole search continues the trials that halving stopped, from their checkpoints, so both together compute no round
-twice. The command goes on where it was stopped.
+The whole search continues the trials that halving stopped, from their checkpoints, so both together compute no round
+twice. With `--one-seed`, settings are tuned on one seed, and none is confirmed on a second one. The command goes on
+where it was stopped.
 """
 
 import argparse
