@@ -80,7 +80,7 @@ class Thief:
 
 
 def a_key(federation: Federation, name: str) -> PrivateKey:
-    return joining._key(federation.place / name)
+    return joining.key_at(federation.place / name)
 
 
 def registered(federation: Federation) -> dict[str, str]:
