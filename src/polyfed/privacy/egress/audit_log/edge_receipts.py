@@ -11,19 +11,18 @@ own, of which the server can compare what left for it: an edge that changes a re
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, with_config
-from typing_extensions import TypedDict
 
 from polyfed.privacy.egress.audit_log.log import AuditLog
 from polyfed.privacy.egress.audit_log.receipts import (
     STRICT,
     TO_SERVER,
     ClientLedger,
-    Digest,
     LeftOut,
-    Tie,
+    SaidOfRun,
+    Signatures,
     ledgers,
     now,
     receipt_in,
@@ -43,28 +42,19 @@ MOST_DEVICES = 10_000
 
 
 @with_config(STRICT)
-class SaidByEdge(TypedDict):
+class SaidByEdge(SaidOfRun):
     """What an edge signs. `devices` holds the key of each device of the silo, `received` the messages to an edge."""
 
-    run: Annotated[str, Field(max_length=200)]
     silo: int
-    rows: Annotated[int, Field(ge=0, lt=2**53)]
-    root: Digest
     received: Annotated[list[Annotated[str, Field(max_length=200)]], Field(max_length=100)]
     devices: Annotated[dict[str, Annotated[str, Field(max_length=200)]], Field(max_length=MOST_DEVICES)]
-    unanswered: list[list[int]]
-    policy: Digest
-    time: Annotated[str, Field(max_length=40)]
 
 
 @with_config(STRICT)
-class EdgeReceipt(TypedDict):
+class EdgeReceipt(Signatures):
     """The receipt of an edge with its signatures."""
 
     receipt: SaidByEdge
-    key: Annotated[str, Field(max_length=100)]
-    signature: Annotated[str, Field(max_length=200)]
-    tie: NotRequired[Tie]
 
 
 _EDGE_RECEIPT: TypeAdapter[Any] = TypeAdapter(EdgeReceipt)

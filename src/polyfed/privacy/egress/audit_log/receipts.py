@@ -64,17 +64,22 @@ class Rows(TypedDict):
     root: Digest
 
 
-@with_config(STRICT)
-class Said(TypedDict):
-    """What a device signs. Another machine wrote it, so every part has one form."""
+class SaidOfRun(TypedDict):
+    """What every receipt says. Another machine wrote it, so every part has one form."""
 
     run: Annotated[str, Field(max_length=200)]
-    client: int
     rows: Annotated[int, Field(ge=0, lt=2**53)]
     root: Digest
     unanswered: list[list[int]]
     policy: Digest
     time: Annotated[str, Field(max_length=40)]
+
+
+@with_config(STRICT)
+class Said(SaidOfRun):
+    """What a device signs."""
+
+    client: int
     left: NotRequired[Rows]
 
 
@@ -86,14 +91,19 @@ class Tie(TypedDict):
     signature: Annotated[str, Field(max_length=4000)]
 
 
-@with_config(STRICT)
-class Receipt(TypedDict):
-    """A receipt with its signatures, as it travels and as a certificate holds it."""
+class Signatures(TypedDict):
+    """The signatures of a receipt."""
 
-    receipt: Said
     key: Annotated[str, Field(max_length=100)]
     signature: Annotated[str, Field(max_length=200)]
     tie: NotRequired[Tie]
+
+
+@with_config(STRICT)
+class Receipt(Signatures):
+    """A receipt with its signatures, as it travels and as a certificate holds it."""
+
+    receipt: Said
 
 
 _RECEIPT: TypeAdapter[Any] = TypeAdapter(Receipt)
