@@ -13,6 +13,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,8 +33,8 @@ ADDRESSES = {SERVER: "10.117.0.1", "device 0": "10.117.0.2", "device 1": "10.117
 FIVE_MINUTES = 300.0
 """What all commands but the installs take at most. Installing depends on network, disk and other work."""
 
-CPU_INDEX = " --index-url https://download.pytorch.org/whl/cpu"
-"""No machine of the tests reaches this index. Here, PyTorch comes from where pip finds all other packages."""
+CPU_TORCH = "torch --index-url https://download.pytorch.org/whl/cpu"
+"""No machine of the tests reaches this index. Here, the version that runs the tests comes from pip's own index."""
 
 
 class Block(NamedTuple):
@@ -72,7 +73,8 @@ def install(machines: Machines, machine: str, text: str) -> None:
     folder = machines.folders[machine]
     (wheel,) = (folder.parent / "dist").glob("*.whl")
     shutil.copy(wheel, folder)
-    text = text.replace(CPU_INDEX, "").replace("polyfed[device]", f"polyfed[{machine.split()[0]}]")
+    torch = f"torch=={version('torch').partition('+')[0]}"
+    text = text.replace(CPU_TORCH, torch).replace("polyfed[device]", f"polyfed[{machine.split()[0]}]")
     path = os.pathsep.join([str(Path(sys.base_prefix) / "bin"), os.environ.get("PATH", "")])
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     done = subprocess.run(
