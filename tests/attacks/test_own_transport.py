@@ -580,6 +580,39 @@ def test_replies_that_are_never_finished_do_not_fill_the_disk(federation: Federa
     assert not [path for path in federation.queue.folder.iterdir() if path.suffix in (".part", ".whole", ".reply")]
 
 
+def test_a_reply_whose_run_ends_while_it_is_taken_is_late(federation: Federation, monkeypatch: Any) -> None:
+    """It is no fault of the server, after which the device would send it again."""
+    device, name, taken = federation.device(0), federation.asked(), hub.Hub._take
+    device.next()
+
+    async def the_run_ends(*given: Any) -> int:
+        received = await taken(*given)
+        federation.bell.close()
+        federation.queue.tidy()
+        return received
+
+    monkeypatch.setattr(hub.Hub, "_take", the_run_ends)
+    words = f"/v1/replies/{name}?offset=0&size={len(BODY)}&sha256={hashlib.sha256(BODY).hexdigest()}"
+    assert device._once("PUT", words, body=BODY)[0] == 410
+    assert not list(federation.queue.folder.glob(f"{name}.*"))
+    assert not federation.queue.carried([name])
+
+
+def test_a_server_that_is_away_is_no_call_that_is_cut_however_long_the_way_to_it(
+    federation: Federation, monkeypatch: Any
+) -> None:
+    """If packets get lost, a second passes until a connection is refused."""
+    device, notes = federation.device(0), list[str]()
+    device.note = notes.append
+    monkeypatch.setattr(connection, "CUT_SECONDS", -1.0)
+    monkeypatch.setattr(federation.stop, "wait", lambda seconds: federation.stop.set() if notes else None)
+    federation.ended()
+    with suppress(InterruptedError):
+        device.next()
+    assert "no contact" in notes[0]
+    federation.started()
+
+
 def test_a_line_that_broke_does_not_keep_the_device_from_sending_its_reply(
     federation: Federation, tmp_path: Path
 ) -> None:

@@ -1,5 +1,5 @@
-"""Rough links: a proxy that cuts, holds or slows a connection, and a line between two network namespaces that loses
-packets. Kernels without `netem` have the second one too, as the packets pass through this process (TUN)."""
+"""Rough links: a proxy that cuts, holds or slows a connection, and lines between network namespaces that lose
+packets. Kernels without `netem` have the second ones too, as the packets pass through this process (TUN)."""
 
 import fcntl
 import heapq
@@ -10,7 +10,9 @@ import socket
 import struct
 import subprocess
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
 from threading import Thread
 
 
@@ -71,38 +73,41 @@ class Proxy:
 
 
 class Line:
-    """A line between two network namespaces, `server` and `device`.
+    """A line from each network namespace to the next one. No side forwards packets.
 
     Args:
         loss: share of the packets that get lost, in each direction.
         delay: seconds that a packet takes.
         rate: bytes a second, in each direction; 0 for any number.
+        sides: the names of the namespaces. In line N, the first side is 10.118.N.1 and the next one 10.118.N.2.
 
     Attributes:
-        down: whether the line is cut.
+        down: whether the lines are cut.
     """
 
-    SIDES = ("server", "device")
-
-    @property
-    def sides(self) -> tuple[str, ...]:
-        return self.SIDES
-
-    def __init__(self, loss: float = 0.0, delay: float = 0.0, rate: float = 0.0) -> None:
-        self.loss, self.delay, self.rate = loss, delay, rate
+    def __init__(
+        self, loss: float = 0.0, delay: float = 0.0, rate: float = 0.0, sides: Sequence[str] = ("server", "device")
+    ) -> None:
+        self.loss, self.delay, self.rate, self.sides = loss, delay, rate, tuple(sides)
         self.down = self.ended = False
         self.mark, self.lost, self.carried = f"pr{os.getpid() % 100_000}", 0, 0
         self.ends: list[int] = []
         self.partner: dict[int, int] = {}
-        self.addresses = {side: f"10.118.0.{number}" for number, side in enumerate(self.SIDES, 1)}
 
     def space(self, side: str) -> str:
         return f"{self.mark}-{side}"
 
+    def inside(self, side: str) -> list[int]:
+        """Return the numbers of all processes of a side."""
+        found = subprocess.run(["ip", "netns", "pids", self.space(side)], capture_output=True, text=True, check=False)
+        return [int(number) for number in found.stdout.split()]
+
     def up(self) -> None:
-        for number, side in enumerate(self.SIDES):
+        for side in self.sides:
             self._made(side)
-            self._end(side, f"{self.mark}t{number}", f"{self.addresses[side]}/24")
+        for number, sides in enumerate(pairwise(self.sides)):
+            for last, side in enumerate(sides, 1):
+                self._end(side, f"{self.mark}t{number}{last}", f"10.118.{number}.{last}/24")
         self._carried()
 
     def _made(self, side: str) -> None:
@@ -167,12 +172,8 @@ class Star(Line):
     address = "10.119.255.1"
 
     def __init__(self, rates: list[str], loss: float = 0.0, delay: float = 0.0) -> None:
-        super().__init__(loss, delay)
+        super().__init__(loss, delay, sides=["server", *(f"device-{number}" for number in range(len(rates)))])
         self.rates = rates
-
-    @property
-    def sides(self) -> tuple[str, ...]:
-        return "server", *(f"device-{number}" for number in range(len(self.rates)))
 
     def up(self) -> None:
         for side in self.sides:

@@ -187,6 +187,22 @@ def test_a_run_whose_masks_were_revealed_goes_on(answers: int, tmp_path: Path, m
     equal(federation.recipe, federation.app / "run", tmp_path / "one")
 
 
+@pytest.mark.parametrize("answers", [0, 6])
+def test_a_run_with_late_replies_is_certified(answers: int, tmp_path: Path, monkeypatch: Any) -> None:
+    """Also if it was interrupted in round 2, while a device worked on the request of round 1."""
+    text = method("fedbuff").replace('"fedbuff"', '"fedbuff"\nbuffer = 2').replace("rounds = 2", "rounds = 4")
+    text = text.replace("personal_test = 0.3\n", "")
+    with own_devices(tmp_path, text) as federation:
+        if answers:
+            interrupt(monkeypatch, answers)
+            with refuses(TransportError, "the end"):
+                federation.run()
+        federation.run()
+        out = federation.app / "run"
+        assert any("came" in row for row in ledger(out)), "one of three devices is late"
+        certified(federation.credentials, out, [federation.state(client) for client in range(3)])
+
+
 def test_noise_of_the_devices_is_booked_once_although_the_run_was_interrupted(tmp_path: Path, monkeypatch: Any) -> None:
     """A device sends the reply with noise that it has sent before."""
     demand = "[require]\nmax_epsilon = 2.5\ndelta = 1e-3\n"

@@ -125,16 +125,19 @@ class OwnFederation:
             f'modalities = {json.dumps(held)}\npolicy = "nodes/{number}/policy.toml"\n'
         )
 
-    def start(self, name: str) -> "subprocess.Popen[bytes]":
-        """Start `server`, `run` or the process of a device."""
-        words = {
+    def words(self, name: str) -> list[str]:
+        """The words after `polyfed` of `server`, `run` or the process of a device."""
+        return {
             "server": ["server", "credentials", "--host", self.address, "--port", str(self.port), *self.options],
             "run": ["submit", "app", "--credentials", "credentials"],
         }.get(name, ["device", f"{name}.toml"])
+
+    def start(self, name: str) -> "subprocess.Popen[bytes]":
+        """Start one of these processes."""
         source = os.pathsep.join(map(str, self.packages(name)))
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                [*self.inside(name), sys.executable, "-P", *self.program(name), *words],
+                [*self.inside(name), sys.executable, "-P", *self.program(name), *self.words(name)],
                 stdout=log,
                 stderr=log,
                 cwd=self.folder,

@@ -271,8 +271,9 @@ class Connection:
         except BehindProxy as error:
             why = str(error)
         except (OSError, http.client.HTTPException) as error:
-            why, waited = f"{type(error).__name__}: {error}", time.monotonic() - begun
-            if how.get("patient") and isinstance(error, CUT) and waited > CUT_SECONDS:
+            why, waited = f"{type(error).__name__}: {error}", time.monotonic() - max(begun, self._opened)
+            connected = self._way is not None  # who is refused after a long way there has not waited for an answer
+            if how.get("patient") and connected and isinstance(error, CUT) and waited > CUT_SECONDS:
                 why, cut = CUT_WAIT.format(waited=waited, where=f"{self.host}:{self.port}"), {"cut": True}
         self.close()
         return 0, {"error": why, **cut}

@@ -32,7 +32,7 @@ from typing_extensions import override
 from polyfed.core.errors import RecipeError
 from polyfed.core.system.json_and_toml import parse_json
 from polyfed.core.system.log_lines import LogLines, logger_of
-from polyfed.transport.carried import Meter
+from polyfed.transport.carried import Carried, Meter
 from polyfed.transport.connection import FULL
 from polyfed.transport.logins import Keys, Logins, fingerprint, has_signed, renewal_text
 from polyfed.transport.queue import ANSWERED, OPEN, REQUEST, SERVER, Bell, Queue, Waiting
@@ -380,8 +380,7 @@ class Hub:
         if found.state == ANSWERED:
             return JSONResponse({"received": size})  # the answer to the last piece was lost
         if found.state != OPEN:
-            self.queue.too_late(found, self.meter.ended(found.id))
-            raise HTTPException(410, "nobody waits for this reply any more")
+            raise self._too_late(found)
         self._uploads[found.id] = mine = object()  # an older call may be of a connection that has broken
         try:
             received = await self._take(call, part, offset, size, found.id, lambda: self._uploads.get(found.id) is mine)
@@ -426,8 +425,12 @@ class Hub:
     async def _complete(self, found: Waiting, digest: str, call: Request) -> None:
         """Check the digest of a whole reply, and hand the reply to the run."""
         part, whole = self.queue.reply(found.id, "part"), self.queue.reply(found.id, "whole")
-        part.rename(whole)  # no call adds to it any more
-        if await asyncio.to_thread(_digest_of, whole) != digest:
+        try:
+            part.rename(whole)  # no call adds to it any more
+            right = await asyncio.to_thread(_digest_of, whole) == digest
+        except FileNotFoundError:  # the request was closed meanwhile, for example because its run has ended
+            raise self._too_late(found) from None
+        if not right:
             whole.unlink(missing_ok=True)
             raise HTTPException(422, "the reply has another digest")
         try:
@@ -437,9 +440,12 @@ class Hub:
             raise
         carried = self.meter.ended(found.id)
         if not self.queue.deliver(found, "whole", carried):
-            found = self.queue.find(found.id) or found
-            self.queue.too_late(found, carried)
-            raise HTTPException(410, "nobody waits for this reply any more")
+            raise self._too_late(found, carried)
+
+    def _too_late(self, found: Waiting, carried: Carried | None = None) -> HTTPException:
+        """Note that a reply came after its request was closed, and return the answer to it."""
+        self.queue.too_late(found, carried or self.meter.ended(found.id))
+        return HTTPException(410, "nobody waits for this reply any more")
 
     def _own(self, call: Request) -> Waiting:
         """Return the request that a call names.

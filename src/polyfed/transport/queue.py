@@ -322,8 +322,9 @@ class Queue:
     def too_late(self, request: Waiting, carried: Carried | None = None) -> None:
         """Note that a device has a reply to a closed request, so that the run counts it."""
         with self.transaction():
-            self._note(request, carried)
-            self._rows.execute("UPDATE requests SET state = ? WHERE id = ? AND state = ?", (LATE, request.id, CLOSED))
+            told = (LATE, request.id, CLOSED)
+            if self._rows.execute("UPDATE requests SET state = ? WHERE id = ? AND state = ?", told).rowcount:
+                self._note(request, carried)
 
     def _note(self, request: Waiting, carried: Carried | None) -> None:
         if carried is not None:

@@ -331,13 +331,16 @@ def _table(path: Path) -> dict[str, Any]:
 def _refuse_gaps(folder: Folder, known: Mapping[int, ClientLedger], rounds: list[dict[str, Any]]) -> None:
     """Refuse a ledger that has no row of a client in a round in which it was asked.
 
+    A client that still worked on an earlier request when the run went on was asked for that one again.
+
     Raises:
         DataError: there is such a client.
     """
-    places = {client: {round for (round, _), _, _ in own.rows} for client, own in known.items()}
+    places, open = {client: {round for (round, _), _, _ in own.rows} for client, own in known.items()}, dict[str, int]()
     for row in rounds:
+        again, open = open, row.get("pending", {})
         for client in row.get("cohort", ()):
-            if row["round"] not in places.get(client, ()):
+            if not {row["round"], again.get(str(client))} & places.get(client, set()):
                 raise DataError(
                     f"{folder.path / EGRESS} has no row of client {client} in round {row['round']}, in which it was "
                     "asked: the ledger is not whole. Restore it from a copy"

@@ -44,8 +44,8 @@ LeftOut = tuple[int, ...]
 TO_SERVER = "server"
 """The destination of rows about what left for the server."""
 
-APART = ("time", "previous", "device_seal")
-"""The keys of a row that say when and by whom it was logged, and not what was sent."""
+APART = ("time", "previous", "device_seal", "came")
+"""The keys of a row that say when and by whom it was logged, and not what was sent. A device knows no `came`."""
 
 RECEIPT = b"polyfed receipt 1\n"
 """What the signed text of a receipt begins with, so that no other signature of the key passes for one."""
