@@ -203,6 +203,27 @@ def test_a_run_with_late_replies_is_certified(answers: int, tmp_path: Path, monk
         certified(federation.credentials, out, [federation.state(client) for client in range(3)])
 
 
+def test_devices_sign_although_the_run_was_killed_before_they_were_asked(tmp_path: Path, monkeypatch: Any) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    text = method("fedavg").replace("enrol_seconds = 120.0", "enrol_seconds = 2.0")
+    with own_devices(tmp_path, text) as federation:
+        with monkeypatch.context() as patch:
+            patch.setattr("polyfed.deploy.server.server.collect_receipts", killed)
+            with pytest.raises(KeyboardInterrupt):
+                federation.run()
+        out = federation.app / "run"
+        before = (out / "result.json").read_bytes()
+        federation.run()
+        certified(federation.credentials, out, [federation.state(client) for client in range(3)])
+        (out / "receipts.json").unlink()
+        federation.stop.set()
+        federation.run()
+    assert (out / "receipts.json").read_text() == "{}", "nobody is there any more, and the run is at its end"
+    assert (out / "result.json").read_bytes() == before
+
+
 def test_noise_of_the_devices_is_booked_once_although_the_run_was_interrupted(tmp_path: Path, monkeypatch: Any) -> None:
     """A device sends the reply with noise that it has sent before."""
     demand = "[require]\nmax_epsilon = 2.5\ndelta = 1e-3\n"

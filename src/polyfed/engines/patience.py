@@ -145,7 +145,7 @@ class PatientTransport(ABC):
     measured: list[tuple[int, Carried, bool]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._asked: set[Node] = set()  # nodes that have been asked to enrol and have not gone offline since
+        self._asked: set[Node] = set()  # nodes that have been asked to enrol
         self._enrolling: dict[str, Node] = {}  # id of each unanswered request to enrol -> its node
         self._answered: set[Node] = set()  # nodes that have answered a request to enrol
         self._lost: dict[Node, str] = {}  # nodes whose last request to enrol was lost, each with the reason
@@ -207,8 +207,8 @@ class PatientTransport(ABC):
         """Ask nodes to enrol. Stop when `wanted` clients have enrolled, when `heard` returns True, or after `seconds`.
 
         A node that refuses or fails does not count towards `wanted`, and is not asked again: when all registered
-        devices have answered, and at least `wanted`, nobody else will come. A node that goes offline before it has
-        answered, or whose request is reported as lost, is asked again when it is online.
+        devices have answered, and at least `wanted`, nobody else will come. A node whose request is reported as lost
+        is asked again when it is online.
 
         Args:
             wanted: number of clients.
@@ -455,14 +455,14 @@ class PatientTransport(ABC):
         return {client: packets[client] for client in back}
 
     def _greet(self, seconds: float) -> None:
-        """Ask every node to enrol that is new, or that has gone offline or lost its request before it answered."""
-        there = self.online()
-        self._asked -= set(self._enrolling.values()) - set(there)  # its process may have died with the request
-        new = [node for node in there if node not in self._asked]
+        """Ask every node to enrol that is new, or whose request was lost.
+
+        The request to a node that goes offline stays: it may be at work, and on a rough line it would never end if it
+        began anew each time that it is back.
+        """
+        new = [node for node in self.online() if node not in self._asked]
         if not new:
             return
-        self.close([identity for identity, node in self._enrolling.items() if node in set(new)])
-        self._enrolling = {identity: node for identity, node in self._enrolling.items() if node not in set(new)}
         asking = hello(self.rounds_left, self.run)
         identities = self.push([(node, asking) for node in new], max(seconds, 1.0), enrols=True)
         sent = {identity: node for identity, node in zip(identities, new, strict=True) if identity}

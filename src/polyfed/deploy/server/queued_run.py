@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from polyfed.core.system.files import RECEIPTS
 from polyfed.deploy.app_folder import APP, RECIPE, app_config, placed
 from polyfed.deploy.device.tasks import packed
 from polyfed.deploy.server.jobs import Job, Jobs
@@ -38,7 +39,7 @@ def run_here(
     """
     config = app_config(app) | dict(changes)
     out = Path(config["out"])
-    if finished(placed(load_recipe(app / RECIPE), config["data"]), out):
+    if finished(placed(load_recipe(app / RECIPE), config["data"]), out) and (out / RECEIPTS).exists():
         LOGGER.info("the run in %s is at its end: nothing to do. Another --out begins another run", out)
         return out
     os.environ[STATUS_FOLDER] = str((credentials / RUNS).absolute())

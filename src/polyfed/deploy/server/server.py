@@ -7,7 +7,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -139,6 +139,9 @@ def meet(recipe: Recipe, population: Population, transport: Any) -> None:
 def serve(recipe_path: Path, transport: Any, config: Mapping[str, str], execute: Execute[Any]) -> None:
     """Wait for clients, then run the recipe or resume the run in `out`.
 
+    A run whose server was killed before the devices had signed their ledgers is not played again: they sign, those that
+    are there.
+
     Args:
         recipe_path: path of the app's recipe.
         transport: carries packets.
@@ -160,21 +163,24 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, str], execute:
             transport.vet, transport.limit = members.refusal, recipe.deployment.message_megabytes * MEGABYTE
             transport.rounds_left = max(recipe.rounds - newest(records.checkpoints), 1)
             transport.run = str(records.facts().get("run", "")) if records.begun else ""
-            population = enrolled(recipe, transport, emit, members.left_out)
-            recipe = without_absent(recipe, population.columns.modalities)
+            played = finished(recipe, out)
+            with suppress(TooFewReplies) if played else nullcontext():
+                population = enrolled(recipe, transport, emit, members.left_out)
             transport.rounds_left = 1  # for devices that enrol again: they may have spent a part of their budget here
             kept = KeptAnswers(out / ANSWERS)
-            engine = engine_by(transport, recipe, members.session, kept=kept)
-            with naming_the_option(), kept:
-                execute(
-                    recipe,
-                    records,
-                    emit,
-                    population=population,
-                    engine=engine,
-                    app=recipe_path.parent,
-                    deployed=True,
-                )
+            if not played:
+                recipe = without_absent(recipe, population.columns.modalities)
+                engine = engine_by(transport, recipe, members.session, kept=kept)
+                with naming_the_option(), kept:
+                    execute(
+                        recipe,
+                        records,
+                        emit,
+                        population=population,
+                        engine=engine,
+                        app=recipe_path.parent,
+                        deployed=True,
+                    )
             silos = members.silos if recipe.deployment.relay == "edge" else None
             collect_receipts(out, str(records.facts()["run"]), transport, members.signed_by, silos)
 
