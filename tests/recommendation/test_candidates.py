@@ -164,7 +164,7 @@ def test_the_data_are_read_once_for_all_candidates_and_the_policy(
         "modalities": {"a": "a_*", "b": "b_*"},
     }
     planner = Planner({**TABLE, "data": data | {"test_share": 0.2}}, policy)
-    for one in planner.all()[:5]:
+    for one in list(planner.all())[:5]:
         planner.judge(one)
     assert len(read) == 1
 
