@@ -18,14 +18,22 @@ from refusals import refuses
 GROWS = ("fedavg", "fedprox", "ditto", "moon", "local")
 """Methods whose server keeps nothing of single clients."""
 
+NOISY = """name = "fedavg"
+aggregation = "uniform"
+[privacy]
+unit = "client"
+noise_multiplier = 1.0
+clip_norm = 1.0
+delta = 1e-3"""
+
 REFUSED = {
     'name = "scaffold"': "control",
     'name = "feddyn"': "clients of the",
     'name = "fedbuff"': "clients of the",
     'name = "fedamp"': "clients of the",
-    'name = "fedavg"\naggregation = "uniform"\n[privacy]\nunit = "client"\nnoise_multiplier = 1.0\nclip_norm = 1.0\ndelta = 1e-3': "[privacy]",
+    NOISY: "[privacy]",
     'name = "fedavg"\n[secure_aggregation]\nmin_clients = 2': "[secure_aggregation]",
-    'name = "fedavg"\n[selection]\nname = "divfl"\nshare = 0.7': "[selection]",
+    'name = "fedavg"\n[selection]\nname = "divfl"': "[selection]",
 }
 """Recipes that cannot grow, and what the sentence names."""
 

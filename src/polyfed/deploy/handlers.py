@@ -208,13 +208,10 @@ class Deployed:
             check_held(node, recipe)
             population = population_on(node, recipe, facts, vet, limits.value("min_rows_per_class") or 0)
         if facts is None:
-            with blamed("its audit log cannot be written"):
-                if AuditLog(node.folder).prepare():
-                    log(f"made the key of the audit log; keep a copy of {node.folder / PUBLIC_KEY} elsewhere")
             answer = enrolment(population, policy, node.client, limits, task_of(recipe), evaluated=terms.evaluation)
             with blamed("its audit log cannot be written"):
-                _book_enrolment(answer, node, population)
                 if answer.header.get("verdict") == ENROLLED:
+                    _book_told(node, population)
                     _book(node, "enrolled", _what_for(recipe), self._recipe())
             return answer
         with blamed("it cannot build the model"):
@@ -260,14 +257,22 @@ def policy_digest(node: NodeConfig) -> str:
     return hashlib.sha256(node.rules.text).hexdigest() if node.rules.path else ""
 
 
-def _book_enrolment(answer: Packet, node: NodeConfig, population: Population) -> None:
+def _book_told(node: NodeConfig, population: Population) -> None:
     """Write what an enrolment tells about columns to the device's audit log, before it leaves.
 
     The device does not know the name of the run yet, so these rows have none.
     """
-    if answer.header.get("verdict") == ENROLLED and population.told and population.told[node.client]:
+    if population.told and population.told[node.client]:
         parts, hashes = parts_of(population.told[node.client])
-        AuditLog(node.folder).append([entry_of((node.client,), parts, hashes)], NO_RUN)
+        _audit_of(node).append([entry_of((node.client,), parts, hashes)], NO_RUN)
+
+
+def _audit_of(node: NodeConfig) -> AuditLog:
+    """Return the audit log of a device, whose key is made if there is none."""
+    result = AuditLog(node.folder)
+    if result.prepare():
+        log(f"made the key of the audit log; keep a copy of {node.folder / PUBLIC_KEY} elsewhere")
+    return result
 
 
 def _book(node: NodeConfig, event: str, why: str, recipe: str, request: RequestId | None = None) -> None:
@@ -276,7 +281,7 @@ def _book(node: NodeConfig, event: str, why: str, recipe: str, request: RequestI
     if request is not None:
         place = {"run": request.run, "round": request.round, "ask": request.request}
     told = {"event": event, **place, "client": node.client, "recipe": recipe, "why": why}
-    AuditLog(node.folder).note([told])
+    _audit_of(node).note([told])
 
 
 def _what_for(recipe: Recipe) -> str:
