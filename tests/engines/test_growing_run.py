@@ -24,7 +24,8 @@ aggregation = "uniform"
 unit = "client"
 noise_multiplier = 1.0
 clip_norm = 1.0
-delta = 1e-3"""
+delta = 1e-3
+unprotected = ["statistic"]"""
 
 REFUSED = {
     'name = "scaffold"': "control",
