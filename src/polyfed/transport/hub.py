@@ -6,7 +6,6 @@ a connection that breaks costs only what was under way.
 """
 
 import asyncio
-import fcntl
 import hashlib
 import resource
 import socket
@@ -30,6 +29,7 @@ from starlette.routing import Route, Router
 from typing_extensions import override
 
 from polyfed.core.errors import PolyfedError, RecipeError
+from polyfed.core.system.files import lock
 from polyfed.core.system.json_and_toml import parse_json
 from polyfed.core.system.log_lines import LogLines, logger_of
 from polyfed.transport.carried import Meter
@@ -627,7 +627,7 @@ class HubServer:
         with ExitStack() as failed:
             failed.callback(self._lock.close)
             try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(self._lock, wait=False)
             except BlockingIOError:
                 raise RecipeError(f"another server uses {credentials}; end it first") from None
             self.register, self._keys = Register(credentials), frozenset[str]()

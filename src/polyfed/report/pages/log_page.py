@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from polyfed.core.system.log_lines import escaped
-from polyfed.report.pages.page import render, write_page
+from polyfed.report.pages.page import render
+from polyfed.report.pages.template import write_page
 
 SAME = ("client", "run", "kind", "block", "destination", "verdict")
 """The keys in which the rows of one line of the sums agree."""
