@@ -1,19 +1,18 @@
 """`polyfed audit-log` checks whether audit logs are complete and agree, and `polyfed certify` signs what they say."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from polyfed import deploy
 from polyfed.cli.application import HELP_OPTIONS, AsJson
 from polyfed.cli.application import app as polyfed_app
 from polyfed.cli.output import answer, show
 from polyfed.core.errors import DataError, RecipeError, counted
 from polyfed.core.system.files import AUDIT, CERTIFICATE, LEAKAGE, PUBLIC_KEY, replace_text
-from polyfed.deploy.metrics import INSTALL
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -29,15 +28,6 @@ app = typer.Typer(
 polyfed_app.add_typer(app)
 
 
-@contextmanager
-def _needing_extra(what: str) -> Iterator[None]:
-    """Turn the failed import of a package into an error that names the extra to install."""
-    try:
-        yield
-    except ImportError as error:
-        raise RecipeError(f"{what} needs an extra: {INSTALL} ({error})") from None
-
-
 @app.command("verify")
 def verify_log(
     folder: Annotated[
@@ -50,7 +40,7 @@ def verify_log(
     as_json: AsJson = False,
 ) -> None:
     """Check the chain and the signatures. If the log is damaged, show the first bad line and exit with code 5."""
-    with _needing_extra("audit-log"):
+    with deploy.needing_extra("audit-log", linux=False):
         from polyfed.privacy.egress.audit_log.verification import verify
     found = verify(folder, key)
     lines = [f"{folder / AUDIT} is whole: {found.rows:,} rows, {found.seals:,} signatures"]
@@ -74,7 +64,7 @@ def reconcile_logs(
     """Compare the server's audit log with its ledger and with devices' logs. The exit code is 5 if they disagree."""
     from polyfed.report import reconcile
 
-    with _needing_extra("audit-log"):
+    with deploy.needing_extra("audit-log", linux=False):
         found = reconcile(run, devices or [])
     if not as_json:
         show(*found.remarks)
@@ -88,7 +78,7 @@ def show_log(
     log: Annotated[
         Path,
         typer.Argument(
-            metavar="LOG", help="State folder of a device, folder of a run, or a proof.", show_default=False
+            metavar="LOG", help="Folder of a device's state, a run or a server, or a proof.", show_default=False
         ),
     ],
     since: Annotated[
@@ -111,8 +101,11 @@ def show_log(
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page that opens offline.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what left a client, and when. The lines are verified first; the exit code is 5 if they do not hold."""
-    with _needing_extra("audit-log"):
+    """Say what left a client, who enrolled and what was refused, and when.
+
+    The lines are verified first; the exit code is 5 if they do not hold.
+    """
+    with deploy.needing_extra("audit-log", linux=False):
         from polyfed.experiment.certificate import answers
     from polyfed.report.pages.log_page import write_log_page
 
@@ -121,7 +114,7 @@ def show_log(
     if proof is not None:
         replace_text(proof, found.excerpt.proof())
     if html is not None:
-        write_log_page(html, found.title, found.statements, found.rows, found.names)
+        write_log_page(html, found.title, found.statements, found.rows, found.events, found.names)
     written = [f"written: {path}" for path in (proof, html) if path is not None]
     answer(found.content(), *_sums(found), *written, as_json=as_json)
 
@@ -131,6 +124,7 @@ def _sums(found: "LogAnswer") -> list["RenderableType"]:
     from rich.text import Text
 
     from polyfed.report.formatting import bytes_of
+    from polyfed.report.pages.log_page import event_words
     from polyfed.report.text_layout import plain_table, titled
 
     table = plain_table(
@@ -141,7 +135,13 @@ def _sums(found: "LogAnswer") -> list["RenderableType"]:
         words = (who, one["run"] or "enrolment", one["kind"], one["block"], one["destination"], one["verdict"])
         times = (one["first"][:19], one["last"][:19])
         table.add_row(*(Text(str(word)) for word in (*words, *times, one["parts"], bytes_of(one["bytes"]))))
-    return [titled(found.title, table), *found.statements] if found.sums else [found.title, *found.statements]
+    parts: list[RenderableType] = [titled(found.title, table) if found.sums else found.title]
+    if found.events:
+        events = plain_table("time (UTC)", "event", "client", "name", "key", "run", "why", left=7)
+        for event in found.events:
+            events.add_row(*(Text(word) for word in (event["time"][:19], *event_words(event))))
+        parts.append(titled("Enrolments and refusals", events))
+    return [*parts, *found.statements]
 
 
 @polyfed_app.command()
@@ -179,7 +179,7 @@ def certify(
         )
     if verify is not None and (out or leakage or crate):
         raise RecipeError("--verify writes nothing: leave out --out, --audit and --crate")
-    with _needing_extra("certify"):
+    with deploy.needing_extra("certify", linux=False):
         from polyfed.experiment import certificate
     if verify is not None:
         found = certificate.verify_certificate(verify, keys, run, device_logs or [])
