@@ -164,18 +164,13 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, str], execute:
             transport.vet, transport.limit = members.refusal, recipe.deployment.message_megabytes * MEGABYTE
             transport.rounds_left = max(recipe.rounds - newest(records.checkpoints), 1)
             transport.run = str(records.facts().get("run", "")) if records.begun else ""
-<<<<<<< HEAD
             played = finished(recipe, out)
-            with suppress(TooFewReplies) if played else nullcontext():
-                population = enrolled(recipe, transport, emit, members.left_out)
-=======
             try:
-                population = enrolled(recipe, transport, emit, members.left_out)
+                with suppress(TooFewReplies) if played else nullcontext():
+                    population = enrolled(recipe, transport, emit, members.left_out)
             finally:
                 out_of = sorted(members.left_out.items())
                 log.note([{"event": "refused", "client": client, "why": why} for client, why in out_of])
-            recipe = without_absent(recipe, population.columns.modalities)
->>>>>>> main
             transport.rounds_left = 1  # for devices that enrol again: they may have spent a part of their budget here
             kept = KeptAnswers(out / ANSWERS)
             if not played:
