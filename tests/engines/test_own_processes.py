@@ -81,9 +81,8 @@ class OwnFederation:
         self.folder, self.processes = folder, dict[str, subprocess.Popen[bytes]]()
         self.recipe = folder / "recipe.toml"
         self.recipe.write_text(recipe or RECIPE.format(rounds=rounds))
-        self.app, made = write_app(self.recipe, folder / "app"), load_recipe(self.recipe)
-        self.places, self.credentials = write_nodes(made, folder), folder / "credentials"
-        write_credentials(self.credentials, len(self.places), [self.address])
+        self.app, self.credentials = folder / "app", folder / "credentials"
+        self.places = self.prepared()
         (self.port,) = free_ports(1)
         head = f'server = "{self.address}:{self.port}"\nca = "{self.credentials}/ca.pem"\n{self.general}'
         tables = [self._table(number, place) + more(number) + "\n" for number, place in enumerate(self.places)]
@@ -98,6 +97,17 @@ class OwnFederation:
     address = "127.0.0.1"
     general = ""
     """Further lines above the tables of devices."""
+
+    def prepared(self) -> list[Path]:
+        """Write app, data and credentials. Return the folders of the devices."""
+        write_app(self.recipe, self.app)
+        places = write_nodes(load_recipe(self.recipe), self.folder)
+        write_credentials(self.credentials, len(places), [self.address])
+        return places
+
+    def python(self, name: str) -> str:
+        """The Python of a process."""
+        return sys.executable
 
     def inside(self, name: str) -> list[str]:
         """The words before a command, such as those that run it in a network namespace."""
@@ -134,7 +144,7 @@ class OwnFederation:
         source = os.pathsep.join(map(str, self.packages(name)))
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                [*self.inside(name), sys.executable, "-P", *self.program(name), *words],
+                [*self.inside(name), self.python(name), "-P", *self.program(name), *words],
                 stdout=log,
                 stderr=log,
                 cwd=self.folder,
