@@ -22,8 +22,8 @@ from polyfed.deploy.server.jobs import FAILED, FINISHED, RUNNING, Job, Jobs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-ENROL_SECONDS = 40.0
-"""As long as a run waits for devices that do not come; a device imports PyTorch meanwhile."""
+ENROL_SECONDS = 90.0
+"""As long as a run waits for devices that do not come; edges and devices import PyTorch meanwhile."""
 
 PLAIN = RECIPE.format(rounds=2).replace('"scaffold"', '"fedavg"')
 LARGE = WIDE.format(rounds=2)
