@@ -135,15 +135,9 @@ def full(folder: Path, spare: int) -> Iterator[Path]:
 def test_a_server_whose_disk_has_no_room_for_a_request(spare: int, begin: Begin) -> None:
     """Not even for the question who is there, or for the model only."""
     federation = begin(LARGE)
-    federation.start()
-    queue = federation.credentials / "queue"
-    federation.kill("server")
-    for path in queue.iterdir():
-        path.unlink()
-    queue.rmdir()
-    with small_disk(queue, DISK) as disk:
-        federation.start_server()
-        until(lambda: federation.log("server").count("is online") >= 6, "the devices")
+    with small_disk(federation.credentials / "queue", DISK) as disk:
+        federation.start()
+        until(lambda: federation.log("server").count("is online") >= 3, "the devices")
         filler = fill(disk, spare)
         code, said = submitted(federation)
         assert code == 6, said
@@ -157,7 +151,6 @@ def test_a_server_whose_disk_has_no_room_for_a_request(spare: int, begin: Begin)
 
 def test_a_server_whose_disk_has_no_room_for_the_replies(begin: Begin) -> None:
     federation = begin(LARGE)
-    (federation.credentials / "queue").mkdir()
     with small_disk(federation.credentials / "queue", DISK) as disk:
         federation.start()
         until(lambda: federation.log("server").count("is online") >= 3, "the devices")

@@ -24,6 +24,7 @@ from polyfed.core.errors import TransportError
 from polyfed.deploy import submit
 from polyfed.deploy.app_folder import write_app, write_nodes
 from polyfed.deploy.credentials import write_credentials
+from polyfed.deploy.device import agent
 from polyfed.deploy.processes import free_ports
 from polyfed.experiment.recipes.recipe import load_recipe
 from refusals import refuses
@@ -311,3 +312,67 @@ def test_whatever_is_killed_the_run_goes_on_and_loses_nothing(seed: int, begun: 
     assert run.wait(PATIENCE) == 0, federation.log("run")
     assert federation.outcome() == federation.undisturbed()
     assert not list((federation.credentials / "queue").glob("*.reply")), "nothing is left in the queue"
+
+
+HEAVY = (
+    RECIPE.format(rounds=4)
+    .replace("[8]", "[2200, 2200]")
+    .replace('"scaffold"', '"fedavg"')
+    .replace("lr = 0.1", "lr = 0.01\nsteps = 1")
+)
+SOME, MOST = 1_000_000, 35_000_000
+"""A message of this model has 39 MB, and is under way while a file has so many bytes of it."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_server_that_is_killed_while_it_sends_or_receives_a_model_leaves_no_device_behind(
+    begun: Callable[..., OwnFederation],
+) -> None:
+    """Run, web server, or both as in a power failure. On Flower, each device answered the dead run for ever after."""
+    federation = begun(4, recipe=HEAVY)
+    run, chance = federation.start("run"), random.Random(1)
+    places = {
+        "to a device": [place / "polyfed-state" / agent.MESSAGES for place in federation.places],
+        "to the server": [federation.credentials / "queue"],
+    }
+
+    def under_way(way: str) -> list[Path]:
+        found = list[Path]()
+        for path in (one for place in places[way] for one in place.glob("*/body" if "device" in way else "*.part")):
+            with suppress(FileNotFoundError):
+                found += [path] if SOME < path.stat().st_size < MOST else []
+        return found
+
+    def killed(way: str, victims: Sequence[str]) -> bool:
+        if not (moving := under_way(way)):
+            return False
+        for victim in victims:
+            federation.processes[victim].kill()
+        for victim in victims:
+            federation.processes[victim].wait()
+        if "server" in victims:
+            cuts.extend(path for path in moving if path in under_way(way))
+        return True
+
+    federation.pause, cuts = 0.001, list[Path]()
+    for number, (way, *victims) in enumerate(
+        [
+            ("to a device", "run"),
+            ("to the server", "server"),
+            ("to a device", "run", "server"),
+            ("to the server", "run"),
+            ("to a device", "server"),
+        ]
+    ):
+        federation.until(lambda: killed(way, victims), f"kill {number}, {way}")  # noqa: B023  called at once
+        time.sleep(chance.uniform(0.0, 2.0))
+        for victim in victims:
+            process = federation.start(victim)
+            run = process if victim == "run" else run
+    assert run.wait(PATIENCE) == 0, federation.log("run")
+    assert cuts, "a message was cut in the middle"
+    rows = [json.loads(line) for line in (federation.app / "run" / "rounds.jsonl").read_text().splitlines()]
+    assert [row["missing"] for row in rows] == [{}] * 4, "nobody is late"
+    assert federation.outcome() == federation.undisturbed()
+    assert not [*(federation.credentials / "queue").glob("*.reply"), *(federation.credentials / "queue").glob("*.part")]
