@@ -363,11 +363,15 @@ class Supervisor:
 
     def run(self) -> None:
         """Look after the jobs until `stop` is set, and then end their processes, which the next server starts again."""
+        told = ""
         while not self.stop.wait(LOOK_SECONDS):
             try:
                 self.look()
+                told = ""
             except (OSError, PolyfedError) as error:  # a full disk; the next look may succeed
-                LOGGER.warning("the jobs cannot be looked after now: %s", error)
+                if str(error) != told:  # a line for each look would fill the disk of the log
+                    told = str(error)
+                    LOGGER.warning("the jobs cannot be looked after now: %s", error)
         for job in self.jobs.all():  # also those that an earlier server has started
             self._signal(job, signal.SIGTERM)
         end = time.monotonic() + END_SECONDS

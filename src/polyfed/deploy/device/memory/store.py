@@ -95,8 +95,8 @@ TABLES = {
 """
 
 VERSION, ADDED = 1, {1: ("ended", "trainings")}
-"""The version of the tables, which the store notes (`user_version`), and the tables that each version has added. A store
-of an older release gets them; a table that its version has is never made again, because its counts would be lost."""
+"""The version of the tables, which the store notes as `user_version`, and the tables that each version has added. A
+store of an older release gets them; a table that its version has is never made again, as its counts would be lost."""
 
 
 @dataclass(frozen=True)
