@@ -73,6 +73,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "halving")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--only", nargs="*", help="only these scenarios of the study")
+    parser.add_argument("--score-over", type=int, help="the score of a trial: the mean of so many last evaluations")
     parser.add_argument("--one-seed", action="store_true", help="tune on one seed, and confirm nothing")
     options = parser.parse_args()
     out = options.out.absolute()
@@ -84,6 +85,8 @@ def main() -> None:
     if options.one_seed:
         table["search"] |= {"seeds": table["search"]["seeds"][:1]}
         del table["search"]["confirm"]
+    if options.score_over:
+        table["search"] |= {"score_over": options.score_over}
     halving = swept(table, out, options.jobs)
     exhaustive = copy.deepcopy(table)
     for key in ("prune", "least_rounds"):

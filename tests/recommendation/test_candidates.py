@@ -12,6 +12,7 @@ from polyfed.algorithms import ALGORITHMS
 from polyfed.cli import main
 from polyfed.core.messages import KINDS
 from polyfed.core.option_checks import PLACEBO, choices, not_searched
+from polyfed.data.sources.own.table_files import Table
 from polyfed.recommendation.candidates import REFERENCES, SERVERS, Candidate, Planner, reason_of
 
 TABLE: dict[str, Any] = {
@@ -144,6 +145,28 @@ def test_a_policy_file_replaces_the_egress_of_the_recipe_and_adds_what_it_requir
     assert planner.table["privacy"] == {"unit": "client", "epsilon": 4.0, "delta": 1e-3, "noise_at": "client"}
     assert set(REFERENCES) == {"local", "centralized"}
     assert "seed = 1" in RECIPE
+
+
+def test_the_data_are_read_once_for_all_candidates_and_the_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = []
+    load = Table.load
+    monkeypatch.setattr(Table, "load", lambda self: read.append(self) or load(self))
+    rows = [f"{n % 3},{n % 2},{n}.5,{n}" for n in range(60)]
+    (tmp_path / "mine.csv").write_text("\n".join(["label,kind,a_0,b_0", *rows]))
+    policy = tmp_path / "policy.toml"
+    policy.write_text(tomli_w.dumps({"egress": {"*": {"server": ["parameters"]}}}))
+    data = {
+        "name": "table",
+        "path": str(tmp_path / "mine.csv"),
+        "label": "label",
+        "modalities": {"a": "a_*", "b": "b_*"},
+    }
+    planner = Planner({**TABLE, "data": data | {"test_share": 0.2}}, policy)
+    for one in list(planner.all())[:5]:
+        planner.judge(one)
+    assert len(read) == 1
 
 
 def test_bytes_of_a_reply_are_those_of_the_announced_parameters() -> None:

@@ -5,6 +5,7 @@ import json
 import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from polyfed.core.system.json_and_toml import parse_toml
 from polyfed.experiment.recipes.first_recipe import starter
 from polyfed.experiment.recipes.recipe import parse_recipe
 from polyfed.experiment.running.assembly import population_of
-from polyfed.experiment.study.board import Board
+from polyfed.experiment.study.board import Board, Entry
 from polyfed.experiment.study.default_ranges import default_space
 from polyfed.recommendation import pilot as pilot_module
 from polyfed.recommendation.linear import linear_scores
@@ -162,6 +163,38 @@ def test_the_time_is_kept_and_what_is_finished_counts(tmp_path: Path) -> None:
     assert Journal(path, minutes=3.0, clock=lambda: 0.0, started=0.0).left > 100, "more minutes go on"
     with refuses(TooFewReplies, "0.001 minutes"):
         asked(tmp_path / "short", minutes=0.001)
+
+
+@pytest.mark.parametrize(
+    ("before", "each", "probed"),
+    [(0.0, 1.0, 9), (0.0, 300.0, 4), (900.0, 60.0, 5), (900.0, 300.0, 2)],
+)
+def test_probes_on_a_slow_machine_leave_methods_to_compare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: float, each: float, probed: int
+) -> None:
+    """The half hour begins before them: reading the data and asking the policies takes some of it."""
+    now = [before]
+
+    def study(self: Pilot, name: str, methods: dict[str, Any], *args: Any, **more: Any) -> None:
+        cells = [SimpleNamespace(method=method) for method in methods]
+        self.board = board = Board(tmp_path, cells, {})  # type: ignore[arg-type]
+        for number, method in enumerate(methods):
+            now[0] += each
+            facts = {"bytes_up": 2, "bytes_down": 2, "seconds_total": each, "seconds_per_round": 1.0}
+            entry = Entry(method, {}, cells[number], 1, {}, False, state="finished", result=facts)  # type: ignore[arg-type]
+            board.entries[method] = entry
+            board.reported[number] = [entry]
+            if self.late(board):
+                raise pilot_module.ProbesUp
+
+    monkeypatch.setattr(Pilot, "_study", study)
+    journal = Journal(tmp_path / "plan.json", minutes=30, clock=lambda: now[0], started=0.0)
+    pilot = Pilot(tmp_path, {"rounds": 9}, ("global.accuracy",), journal, jobs=1)
+    pilot.arms = {name: Arm(name, "candidate", {}) for name in ("fedavg", *"abcdefgh")}
+    pilot._probe()
+    assert len(pilot.going) == probed
+    assert {arm.dropped for arm in pilot.arms.values()} <= {"", pilot_module.LATE}
+    assert ("probe" in journal.facts) == (probed == 9), "else the same command probes the others"
 
 
 def test_too_little_time_for_all_methods_drops_the_slowest(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from study_world import HerePool, Message, table
 
 import polyfed
-from polyfed.core.errors import DataError
+from polyfed.core.errors import DataError, RecipeError
 from polyfed.experiment.study import known_results, scheduler
 from polyfed.experiment.study.board import DIVERGED, Board
 from polyfed.report.comparison.compare import POOLED_SCORE, compare
@@ -83,19 +83,21 @@ class Late(HerePool):
             super().start(job, recipe, folder, until)
 
 
+@pytest.mark.parametrize("over", [1, 2])
 @pytest.mark.parametrize("diverges", [False, True])
-def test_a_search_that_stops_trials_early_reads_the_same_scores_again(tmp_path, monkeypatch, diverges):
+def test_a_search_that_stops_trials_early_reads_the_same_scores_again(tmp_path, monkeypatch, diverges, over):
     """In the same folder, and from the file: those at the rungs, not those that the trials had at their ends."""
     read, score_at = [], Board.score_at
 
-    def noted(board, entry, rung, metrics):
-        read.append((entry.name, rung, score_at(board, entry, rung, metrics)))
+    def noted(board, entry, rung, metrics, last):
+        assert last == over
+        read.append((entry.name, rung, score_at(board, entry, rung, metrics, last)))
         return read[-1][-1]
 
     monkeypatch.setattr(scheduler, "Pool", Late if diverges else HerePool)
     monkeypatch.setattr(Board, "score_at", noted)
     search = SEARCH | {"sampler": "grid", "trials": 4, "batch": 4, "prune": "halving", "reduction": 2}
-    search["keys"] = {"train.lr": [0.01, 0.05, 0.1, 0.5]}
+    search |= {"keys": {"train.lr": [0.01, 0.05, 0.1, 0.5]}, "score_over": over}
     study = table(tmp_path, search=search, methods={"fedavg": {}}, set={"rounds": 4}, seeds=[1])
     scores, chosen = [], set()
     for out in ("one", "one", "two"):
@@ -108,6 +110,44 @@ def test_a_search_that_stops_trials_early_reads_the_same_scores_again(tmp_path, 
     assert any(score is None for *_, score in scores[0]) == diverges
     rungs = {(name, rung): score for name, rung, score in scores[0]}
     assert any(len({score for (own, _), score in rungs.items() if own == name}) > 1 for name, _ in rungs)
+
+
+def test_the_score_of_a_trial_is_the_mean_of_its_last_evaluations(tmp_path, runs):
+    """Also of the trials that come from the file, and of those that a search without it left in the file."""
+    read, boards = {}, []
+    study = table(tmp_path, methods={"fedavg": {}}, set={"rounds": 4}, seeds=[1])
+    for over, out in ((1, "one"), (3, "two"), (3, "three")):
+        search = SEARCH | {"sampler": "grid", "score_over": over}
+        listeners = [lambda event, board: boards.append(board)]
+        known = tmp_path / "known.gz"
+        polyfed.sweep(study | {"search": search}, tmp_path / out, jobs=1, known=known, listeners=listeners)
+        read[out] = [score for _, score in boards[-1].searches[0].trials]
+    curves = []
+    for trial in boards[-1].entries.values():
+        if trial.tuning:
+            rows = (tmp_path / "two" / "runs" / trial.name / "rounds.jsonl").read_text().splitlines()
+            curves.append([json.loads(row)["metrics"]["global"]["accuracy"] for row in rows])
+    assert all(len(curve) == 4 for curve in curves)
+    assert read["one"] == [curve[-1] for curve in curves]
+    assert read["two"] == [pytest.approx(sum(curve[1:]) / 3, abs=1e-12) for curve in curves] != read["one"]
+    assert read["three"] == read["two"]
+    assert len(runs) == 3 + 2, "the second search runs the trials again, because the file has only their last scores"
+
+
+@pytest.mark.parametrize(
+    ("changes", "evaluate", "cure"),
+    [
+        ({}, 2, "evaluate.every = 1"),
+        ({}, 0, "evaluate.every = 1"),
+        ({"prune": "halving", "least_rounds": 2, "batch": 4}, 1, "least_rounds"),
+    ],
+)
+def test_a_mean_of_more_evaluations_than_a_trial_has_is_refused(tmp_path, changes, evaluate, cure):
+    search = SEARCH | {"sampler": "grid", "score_over": 3} | changes
+    study = table(tmp_path, search=search, methods={"fedavg": {}}, set={"rounds": 4, "evaluate.every": evaluate})
+    with refuses(RecipeError, "score_over") as error:
+        polyfed.sweep(study, tmp_path / "out", jobs=1)
+    assert cure in str(error.value)
 
 
 def test_if_all_that_went_on_diverge_the_best_of_those_that_stopped_go_on(tmp_path, monkeypatch):

@@ -246,7 +246,7 @@ class Planner:
         """
         if self.policy is None:
             return
-        found = inspect(recipe, str(self.policy))
+        found = inspect(recipe, str(self.policy), loaded=self.columns)
         if found.breaches:
             raise EgressError("; ".join(found.breaches))
         if found.refused:

@@ -54,9 +54,12 @@ EVALUATED = 1.25
 """What evaluations and checkpoints add to the seconds of the rounds, as a factor."""
 
 PROBE_SHARE = 0.25
-"""The share of the time that the probes may take."""
+"""The share of the time that the probes may take. Until `ENOUGH` methods are probed, it is twice as much."""
 
-LATE = f"the probes of all methods took more than {PROBE_SHARE:.0%} of the time"
+ENOUGH = 5
+"""How many methods are worth a search."""
+
+LATE = "the time for the probes ended before its own"
 """Why a method goes no further whose cost was not measured."""
 
 SAFETY = 0.85
@@ -298,7 +301,7 @@ class Pilot:
     say: Callable[[str], None] = lambda _: None
     named: frozenset[str] = frozenset()
     out_of_time: bool = False
-    until: float = math.inf
+    late: Callable[[Board], bool] = lambda _: False
     metric: Metric | None = None
     board: Board | None = None
     pool: Pool | None = None
@@ -384,7 +387,7 @@ class Pilot:
         def listen(event: str, board: Board) -> None:
             self.board = board
             self.journal.tick()
-            if self.journal.spent > self.until and event != "sweep-finished":
+            if event != "sweep-finished" and self.late(board):
                 raise ProbesUp
 
         assert self.pool is not None, "the pilot is used in a `with` block"
@@ -423,6 +426,12 @@ class Pilot:
         """Run the probes and return what each costs, or why it is unknown."""
         must = [arm for arm in self.arms.values() if arm.rank < 2]
         result, whole = dict[str, Any](), True
+        begin, share = self.journal.spent, PROBE_SHARE * self.journal.left
+
+        def late(board: Board) -> bool:
+            few = len(must) + board.count("finished") < ENOUGH
+            return self.journal.spent - begin > (2 if few else 1) * share
+
         for arms in (must, [arm for arm in self.arms.values() if arm not in must]):
             self.board = None
             try:
@@ -436,8 +445,8 @@ class Pilot:
                 entry = entries.get(arm.name)
                 ended = entry is not None and entry.ended
                 result[arm.name] = _cost(entry, PROBED) if entry is not None and ended else {"why": LATE}
-            self.until = PROBE_SHARE * 60 * self.journal.minutes
-        self.until = math.inf
+            self.late = late
+        self.late = lambda _: False
         if whole:  # else more minutes may suffice for the rest
             self.journal.decided("probe", lambda: result)
         return result

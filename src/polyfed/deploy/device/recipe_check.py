@@ -78,7 +78,13 @@ class Inspection:
         return tuple(row for row in self.planned if not row.allowed)
 
 
-def inspect(given: Recipe | str | Path, device: NodeConfig | str, overrides: Sequence[str] = ()) -> Inspection:
+def inspect(
+    given: Recipe | str | Path,
+    device: NodeConfig | str,
+    overrides: Sequence[str] = (),
+    *,
+    loaded: Columns | None = None,
+) -> Inspection:
     """Check a device's configuration, policy and data against a recipe, with the same rules as on the device.
 
     Without data of the device, the data of the recipe's [data] give the shapes of samples. Features that its source
@@ -91,6 +97,7 @@ def inspect(given: Recipe | str | Path, device: NodeConfig | str, overrides: Seq
             several devices), the path of a policy file, or pairs, as `data="mine.npz" client=0 modalities="a"`.
         overrides: values that replace options of the recipe, each as `section.key=value`. They have an effect only if
             `given` is a path.
+        loaded: the data of the recipe's [data], if the caller has read them. A device with data ignores them.
 
     Raises:
         NotAllowed: the recipe names code that the device's owner has not allowed. The code was not imported.
@@ -105,9 +112,9 @@ def inspect(given: Recipe | str | Path, device: NodeConfig | str, overrides: Seq
         for path in used.models:
             check_model(path)
         if node.data:
-            return _inspected(recipe, node)
+            return _inspected(recipe, node, None)
         with TemporaryDirectory(prefix="polyfed-check-") as private:  # only this user can read the folder
-            return _inspected(_cached_in(recipe, private), node)
+            return _inspected(_cached_in(recipe, private), node, loaded)
 
 
 def _cached_in(recipe: Recipe, folder: str) -> Recipe:
@@ -120,13 +127,13 @@ def _cached_in(recipe: Recipe, folder: str) -> Recipe:
     return replace(recipe, data=replace(recipe.data, cache=folder))
 
 
-def _inspected(recipe: Recipe, node: NodeConfig) -> Inspection:
+def _inspected(recipe: Recipe, node: NodeConfig, loaded: Columns | None) -> Inspection:
     unread = ""
     if node.data:
         check_held(node, recipe)
         population: Population | None = population_on(node, recipe, None)
     else:
-        recipe, population, unread = _of_the_recipe(recipe, node.rules)
+        recipe, population, unread = _of_the_recipe(recipe, node.rules, loaded)
         known = recipe.model.modalities if population is None else (*population.columns.modalities,)
         node = replace(node, modalities=",".join(known))
         check_arrays(recipe, (*node.held, *node.rules.egress))
@@ -148,7 +155,9 @@ def _inspected(recipe: Recipe, node: NodeConfig) -> Inspection:
     return Inspection(node, policy, rows, shapes, population.columns.num_classes, planned, breaches, **result)
 
 
-def _of_the_recipe(recipe: Recipe, rules: DevicePolicy) -> tuple[Recipe, Population | None, str]:
+def _of_the_recipe(
+    recipe: Recipe, rules: DevicePolicy, loaded: Columns | None
+) -> tuple[Recipe, Population | None, str]:
     """Return the recipe with all of its encoders, its clients, and "", or the reason why its data cannot be read.
 
     A recipe need not name encoders. Only its data tell which modalities it has, and so what would leave a device.
@@ -159,7 +168,7 @@ def _of_the_recipe(recipe: Recipe, rules: DevicePolicy) -> tuple[Recipe, Populat
     if recipe.data == ELSEWHERE:
         return recipe, None, "the recipe's data source is code, which a device does not run"
     try:
-        population = population_of(recipe)
+        population = population_of(recipe, loaded)
         _check_columns(population.columns, rules)
         return with_encoders(recipe, population.columns), population, ""
     except DataError as error:

@@ -173,15 +173,18 @@ class Board:
 
     def row(self, entry: Entry, round: int) -> dict[str, Any] | None:
         """Return the row of an evaluated round of a run, or None if the run has not had it."""
+        return next((row for row in self.rows(entry) if row["round"] == round), None) if round else None
+
+    def rows(self, entry: Entry) -> Iterator[dict[str, Any]]:
+        """Yield the rows of the rounds of a run that were evaluated."""
         path = self.path(entry) / ROUNDS
-        if not round or not path.is_file():
-            return None
+        if not path.is_file():
+            return
         for line in path.read_bytes().splitlines(keepends=True):
             with suppress(ValueError):  # the last line of a run that was killed
                 row = parse_as(ROUND_ROW, line) if line.endswith(b"\n") else {}
-                if row.get("round") == round and "metrics" in row:
-                    return row
-        return None
+                if "metrics" in row:
+                    yield row
 
     def task(self, entry: Entry) -> Any:
         """Return what a run's result.json says about its task, from its run.json."""
@@ -189,16 +192,19 @@ class Board:
             return parse_as(RUN_FACTS, (self.path(entry) / FACTS).read_text(encoding="utf-8")).get("task")
         return None
 
-    def score_at(self, entry: Entry, rung: int, metrics: Sequence[str]) -> float | None:
-        """Return the score of a run after a round. A run that ended earlier has its last score, a diverged one None.
+    def score_at(self, entry: Entry, rung: int, metrics: Sequence[str], last: int = 1) -> float | None:
+        """Return the mean score of the `last` evaluations of a run until a round (or of all, if there are fewer).
 
-        A run that diverged later has its score: the search read it before, and must read it again when it goes on.
+        A run that ended earlier has the score of its end, a diverged one None. A run that diverged later has its score:
+        the search read it before, and must read it again when it goes on.
         """
-        row = self.row(entry, rung)
-        if row is None:
+        rows = [row for row in self.rows(entry) if row["round"] <= rung]
+        if not rows or (rows[-1]["round"] < rung and entry.state == "failed"):
             return entry.score(metrics)
-        found = first_metric({"metrics": row["metrics"], "task": entry.result.get("task")}, metrics)
-        return None if found is None else found[1]
+        task = entry.result.get("task")
+        scores = [first_metric({"metrics": row["metrics"], "task": task}, metrics) for row in rows[-last:]]
+        known = [score[1] for score in scores if score is not None]
+        return sum(known) / len(known) if known else entry.score(metrics)
 
     def note_failure(self, entry: Entry, code: int, why: str) -> None:
         """Note that a run failed. If training diverged, also note this on disk, because it would diverge again."""

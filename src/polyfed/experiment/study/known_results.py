@@ -100,10 +100,11 @@ def write_known(folder: Path, file: Path) -> int:
     """
     facts = facts_of_study(folder) if (folder / STUDY).is_file() else {}
     rows = read_known(file)
-    metrics, pruned = facts.get("metrics", {}), facts.get("pruned", False)
+    metrics, every = facts.get("metrics", {}), facts.get("reads_rounds", False)
     for run in facts.get("runs", []):
         name = Path(run["folder"]).name
-        if name not in rows and (content := _content(folder, run, metrics.get(run["scenario"], []), pruned)):
+        complete = name in rows and ("evaluated" in rows[name] or not (every and run["tuning"]))
+        if not complete and (content := _content(folder, run, metrics.get(run["scenario"], []), every)):
             place = {key: run[key] for key in ("scenario", "method", "tuning")} | {"seed": run.get("seed", 0)}
             chosen, code = run.get("chosen", {}), run.get("source", "")
             rows[name] = _LINE.validate_python({"run": name, **place, "chosen": chosen, "code": code, **content})
@@ -114,18 +115,18 @@ def write_known(folder: Path, file: Path) -> int:
     return len(rows)
 
 
-def _content(folder: Path, run: StudyRun, metrics: Iterable[str], pruned: bool) -> dict[str, Any]:
+def _content(folder: Path, run: StudyRun, metrics: Iterable[str], every: bool) -> dict[str, Any]:
     """Return the entries of a run's line that hold its result; empty if the run has not ended.
 
     Args:
         folder: the folder of the study.
         run: its entry in `study.json`.
         metrics: the metrics of its scenario.
-        pruned: whether the search stops trials early, so that it also reads the rounds of its runs.
+        every: whether the search reads more of a trial than its last score.
     """
     path, failure = folder / run["folder"], folder / FAILURES / f"{Path(run['folder']).name}.json"
     known = Folder(path) if run["state"] == "finished" else None
-    rows = run["tuning"] and pruned and (path / ROUNDS).is_file()
+    rows = run["tuning"] and every and (path / ROUNDS).is_file()
     evaluated = {"evaluated": list(_evaluated(Folder(path), metrics))} if rows else {}
     if known is None:
         content = {"failure": parse_json(failure.read_text(encoding="utf-8"))} if failure.is_file() else {}
@@ -135,11 +136,11 @@ def _content(folder: Path, run: StudyRun, metrics: Iterable[str], pruned: bool) 
         return {"result": kept | {"metrics": _scores(known.result, metrics)}} | evaluated
     groups = {metric.partition(".")[0] for metric in metrics} | {"validation"}
     scores = {name: own for name, own in known.result.get("metrics", {}).items() if name in groups}
-    every = list(_evaluated(known, metrics))
-    if every and fold_of(known):
+    curve = list(_evaluated(known, metrics))
+    if curve and fold_of(known):
         *_, last = known.rounds()
-        every[-1] |= {name: last[name] for name in POOLED if name in last and last["round"] == every[-1]["round"]}
-    return {"result": kept | {"metrics": scores}, "evaluated": every}
+        curve[-1] |= {name: last[name] for name in POOLED if name in last and last["round"] == curve[-1]["round"]}
+    return {"result": kept | {"metrics": scores}, "evaluated": curve}
 
 
 def _evaluated(run: Folder, metrics: Iterable[str]) -> Iterator[dict[str, Any]]:

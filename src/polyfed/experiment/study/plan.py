@@ -32,7 +32,7 @@ from polyfed.experiment.study.run_checks import (
     policy_fault,
 )
 from polyfed.experiment.study.study_file import read_study, refuse
-from polyfed.experiment.study.study_schema import NAMES, Study, When
+from polyfed.experiment.study.study_schema import NAMES, Search, Study, When
 from polyfed.report.comparison.folds import FOLD_KEYS
 
 T = TypeVar("T")
@@ -234,6 +234,8 @@ class Planner:
         has = any(at(cell.table, f"clients.{option}") for option in options)
         if searched and not has and not self._has_validation_rows(cell):
             errors.append("the search needs validation rows: set clients.validation, as in clients.validation = 0.1")
+        if searched and recipe is not None:
+            errors += filter(None, [_too_few_evaluations(self.study.search, recipe)])
         if recipe is not None and not errors:
             refused, known = self._dry_run(recipe)
             errors += filter(None, [refused])
@@ -319,6 +321,21 @@ def _content(recipe: Recipe) -> dict[str, Any]:
 
 def _data_of(recipe: Recipe) -> str:
     return json.dumps(recipe.table()["data"], sort_keys=True, default=str)
+
+
+def _too_few_evaluations(search: Search | None, recipe: Recipe) -> str:
+    """Return that a trial has fewer evaluations than its score is the mean of, or ""."""
+    if search is None or search.score_over == 1:
+        return ""
+    every = search.least_rounds if search.prune else recipe.algorithm.evaluation.every
+    number = -(-recipe.rounds // every) if every else 1  # 0 evaluates the last round only
+    if search.score_over <= number:
+        return ""
+    most = max(1, recipe.rounds // search.score_over)
+    return (
+        f"[search] score_over = {search.score_over}: of {recipe.rounds} rounds, {number} are evaluated. Set "
+        f"{'least_rounds' if search.prune else 'evaluate.every'} = {most}, or score_over = {number}"
+    )
 
 
 def noted(errors: list[str], make: Callable[[], T]) -> T | None:

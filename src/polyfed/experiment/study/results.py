@@ -61,7 +61,7 @@ def write(board: Board, study: Study) -> None:
         "name": study.name,
         "title": study.title,
         "metrics": {name: list(metrics) for name, metrics in board.metrics.items()},
-        "pruned": study.pruned,
+        "reads_rounds": study.reads_rounds,
         "runs": [_run(board, entry, number) for number, entry in _all_runs(board)],
         "not_compared": [asdict(absent) for absent in board.not_compared()],
     }

@@ -236,7 +236,8 @@ class _Sweep:
                 return None
             if (metric := board.metric(number, entries)) is not None:
                 searcher.lowest = metric.lowest
-            scores_now = {p: _mean([board.score_at(entry, rung, metrics) for entry in batch[p]]) for p in running}
+            last = searcher.search.score_over
+            scores_now = {p: _mean([board.score_at(entry, rung, metrics, last) for entry in batch[p]]) for p in running}
             for place, score in scores_now.items():
                 scores[place] = score
             if rung < rungs[-1]:
@@ -255,8 +256,8 @@ class _Sweep:
         if name not in self.board.entries:
             entry = self.board.entries[name] = Entry(name, table, cell, seed, chosen, tuning)
             row = self.known.get(name)
-            if tuning and self.planner.study.pruned and row is not None and "evaluated" not in row:
-                row = None  # of a sweep without pruning, so the scores at the rungs are not known
+            if tuning and self.planner.study.reads_rounds and row is not None and "evaluated" not in row:
+                row = None  # of a search that read only the last score, so the others are not known
             if row is not None and not self.board.ended(entry):
                 restore(row, entry, self.board.folder)
                 self.board.sources[name] = row["code"]

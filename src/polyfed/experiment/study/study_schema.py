@@ -109,6 +109,8 @@ class Search:
             until `trials` times the full number of rounds are spent. Empty: every trial runs to its last round.
         reduction: The factor between two rungs.
         least_rounds: The first rung.
+        score_over: A trial's score is the mean over its last evaluations, so many (over all, if it has fewer). The
+            score of one round depends on where that round left a training that swings.
     """
 
     trials: Annotated[int, AT_LEAST_ONE]
@@ -122,6 +124,7 @@ class Search:
     prune: Literal["", "halving", "median"] = ""
     reduction: Annotated[int, between(2, 100)] = 3
     least_rounds: Annotated[int, AT_LEAST_ONE] = 1
+    score_over: Annotated[int, AT_LEAST_ONE] = 1
 
     def __post_init__(self) -> None:
         """Check types and ranges of the options, and refuse combinations without effect.
@@ -212,9 +215,9 @@ class Study:
         return [] if self.search is None else values_of(self.search.seeds)
 
     @property
-    def pruned(self) -> bool:
-        """Whether the search stops trials early."""
-        return self.search is not None and bool(self.search.prune)
+    def reads_rounds(self) -> bool:
+        """Whether the search reads more of a trial than its last score."""
+        return self.search is not None and (bool(self.search.prune) or self.search.score_over > 1)
 
     @property
     def first_seeds(self) -> list[int]:

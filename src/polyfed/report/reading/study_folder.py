@@ -51,13 +51,13 @@ class AbsentFacts(TypedDict):
 
 @with_config(ANY_KEYS)
 class StudyFacts(TypedDict, total=False):
-    """The content of `study.json`. Older folders have no `not_compared` and no `pruned`.
+    """The content of `study.json`. Older folders have no `not_compared` and no `reads_rounds`.
 
-    `pruned` tells whether the search stops trials early.
+    `reads_rounds` tells whether the search reads more of a trial than its last score.
     """
 
     metrics: dict[str, list[str]]
-    pruned: bool
+    reads_rounds: bool
     runs: list[StudyRun]
     not_compared: list[AbsentFacts]
 
