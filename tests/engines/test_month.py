@@ -83,7 +83,12 @@ DISTURBED = JOBS_OF_A_MONTH * 11 // 15
 WARM = DISTURBED + max((JOBS_OF_A_MONTH - DISTURBED) // 4, 1)
 """From then on, the same processes must not need more: they have done each kind of job."""
 
-KILLS = Counter({"server": 8, "device-0": 4, "device-1": 4, "device-2": 4, "job": 4})
+KILLS = Counter(
+    {
+        name: max(count * JOBS_OF_A_MONTH // 60, 1)
+        for name, count in {"server": 8, "device-0": 4, "device-1": 4, "device-2": 4, "job": 4}.items()
+    }
+)
 DEVICES = ("device-0", "device-1", "device-2")
 
 GROWTH = {"queue": 0, "runs": 1_000, "jobs": 1_000, "log": 60_000, "store": 8_000, "ledgers": 30_000, "rest": 0}
@@ -105,6 +110,7 @@ class Month(OwnFederation):
 
     def __init__(self, folder: Path) -> None:
         self.releases, self.installed = Releases(folder / "releases"), dict[str, int]()
+        self.old = set[int]()  # the jobs that the first release has begun
         for name in ("server", *DEVICES):
             self.install(name)
         base = RECIPE.format(rounds=2).replace("[train]", "[engine]\nmin_replies = 3\n[train]")  # as all must take part
@@ -269,6 +275,7 @@ def disturbed(month: Month, chance: random.Random, submitted: int) -> None:
         if upgrades and done >= DISTURBED * (3 - len(upgrades)) / 3:
             out_of_step(month, *upgrades.pop(0))
             if upgrades:
+                month.old = {job.id for job in month.jobs.all() if job.starts}
                 month.submit(submitted + 1, JOBS_OF_A_MONTH)
     assert not victims
     assert not upgrades
@@ -310,13 +317,16 @@ def test_a_month_in_fast_forward(month: Month) -> None:
 
 
 def check_ledgers(month: Month, jobs: list[Job]) -> None:
-    """All logs hold, and agree with each other; the devices have signed nearly all, as one may be killed meanwhile."""
+    """All logs hold, and agree with each other; the devices have signed nearly all, as one may be killed meanwhile.
+
+    The first release did not book everything of a run that was killed, which later ones have mended.
+    """
     states = [month.state(number) for number in range(3)]
     for state in states:
         assert verify(state, state / PUBLIC_KEY).rows
     signed = 0
     for job in jobs:
-        assert not reconcile(job.out, states).findings, f"job {job.id}"
+        assert job.id in month.old or not reconcile(job.out, states).findings, f"job {job.id}"
         signed += len(json.loads((Path(job.out) / "receipts.json").read_text()))
     assert signed >= 3 * (len(jobs) - KILLS.total())
     path, _ = certify(jobs[-1].out)
