@@ -22,6 +22,7 @@ from threading import Event, Thread
 import psutil
 import torch
 
+import polyfed
 from polyfed.deploy.credentials import write_credentials
 from polyfed.deploy.device import tasks as device_tasks
 from polyfed.deploy.local_federation import LocalFederation, run_locally
@@ -41,6 +42,15 @@ BODY = 36_000
 
 FLEETS, IDLE = (3, 200, 1000), 60.0
 """Numbers of devices of `fleet`, and for how many seconds they only wait."""
+
+DEVICES = (3, 10, 20)
+"""Numbers of devices of `federations`."""
+
+LONG_IDLE, MONTH = 600.0, 30 * 24 * 3600.0
+"""For how many seconds `idle` counts the bytes of a device that waits, and the seconds of a month."""
+
+OWN_NETWORK = 'unshare --map-root-user --net sh -c "ip link set lo up && python benchmarks/transport.py idle"'
+"""The command of `idle`: in a network of its own, no other process adds to the bytes."""
 
 AGENT = """
 import os, sys
@@ -262,29 +272,41 @@ def training(folder: Path, optimiser: str = "none") -> None:
     """Measure rounds of FedAvg with SGD: seconds, and the memory of each process that belongs to no file."""
     small = dict[str, float]()
     for name, hidden in HIDDEN.items():
-        recipe = folder / f"{name}.toml"
-        recipe.write_text(LARGE_RECIPE.format(hidden=hidden) + f'[server]\noptimiser = "{optimiser}"\n')
-        with LocalFederation(recipe, folder / name.replace(" ", "-")) as federation:
-            federation.start_server()
-            for number in range(len(federation.nodes)):
-                federation.start_device(number, message_megabytes=2000)  # type: ignore[arg-type]
-            while not all("ready" in federation.log(f"device-{number}") for number in range(len(federation.nodes))):
-                time.sleep(0.1)
-            words = ["submit", str(federation.app), "--credentials", str(federation.credentials)]
-            run, most = federation.begin("run", words), dict[str, float]()
-            while run.poll() is None:
-                for who, process in federation.processes.items():
-                    for what, size in _each(who.partition("-")[0], process.pid).items():
-                        most[what] = max(most.get(what, 0.0), size)
-                time.sleep(0.02)
-            assert run.returncode == 0, federation.log("run")
-            megabytes = sum(json.loads((federation.out / "run.json").read_text())["blocks"].values()) / 1e6
-            say(f"a round of FedAvg with {megabytes:.3g} MB, s", rounds_of(federation.out))
+        recipe = LARGE_RECIPE.format(hidden=hidden) + f'[server]\noptimiser = "{optimiser}"\n'
+        megabytes, seconds, most = trained(recipe, folder / name.replace(" ", "-"))
+        say(f"a round of FedAvg with {megabytes:.3g} MB, s", seconds)
         for what, size in most.items():
             beyond = size - small.setdefault(what, size)
             print(
                 f"  {what}: at most {size:.0f} MB, {beyond / megabytes:.2f} models more than the smallest", flush=True
             )
+
+
+def trained(recipe: str, folder: Path) -> tuple[float, list[float], dict[str, float]]:
+    """Run a recipe with a process for each device.
+
+    Returns:
+        The size of the model in MB, the seconds of the rounds without the first, and by process the most memory that
+        belongs to no file, in MB.
+    """
+    folder.mkdir()
+    (folder / "recipe.toml").write_text(recipe)
+    with LocalFederation(folder / "recipe.toml", folder) as federation:
+        federation.start_server()
+        for number in range(len(federation.nodes)):
+            federation.start_device(number, message_megabytes=2000)  # type: ignore[arg-type]
+        while not all("ready" in federation.log(f"device-{number}") for number in range(len(federation.nodes))):
+            time.sleep(0.1)
+        words = ["submit", str(federation.app), "--credentials", str(federation.credentials)]
+        run, most = federation.begin("run", words), dict[str, float]()
+        while run.poll() is None:
+            for who, process in federation.processes.items():
+                for what, size in _each(who.partition("-")[0], process.pid).items():
+                    most[what] = max(most.get(what, 0.0), size)
+            time.sleep(0.02)
+        assert run.returncode == 0, federation.log("run")
+        blocks = json.loads((federation.out / "run.json").read_text())["blocks"]
+        return sum(blocks.values()) / 1e6, rounds_of(federation.out), most
 
 
 def _each(who: str, number: int) -> dict[str, float]:
@@ -300,9 +322,76 @@ def _each(who: str, number: int) -> dict[str, float]:
 
 def federations(folder: Path) -> None:
     """Measure rounds of a whole run, with a process for each device."""
-    recipe = folder / "recipe.toml"
-    recipe.write_text(DEMO.read_text().replace("rounds = 3", "rounds = 6"))
-    say("a round of the demonstration, s", rounds_of(run_locally(recipe, folder / "own")))
+    for count in DEVICES:
+        recipe = folder / f"demonstration-{count}.toml"
+        text = DEMO.read_text().replace("rounds = 3", "rounds = 6").replace("num = 3", f"num = {count}")
+        recipe.write_text(text)
+        rounds = rounds_of(run_locally(recipe, folder / recipe.stem))
+        say(f"a round of the demonstration with {count} devices, s", rounds)
+
+
+HFM = """
+seed = 1
+rounds = 9
+[data]
+name = "cg-digits"
+[clients]
+partition = "silos"
+silos = 2
+[model]
+fusion = "concat"
+embedding = 16
+[model.encoders]
+gray = { kind = "mlp", hidden = [32] }
+color = { kind = "mlp", hidden = [32] }
+[train]
+lr = 0.01
+[algorithm]
+name = "hfm"
+exchanges = 2
+[evaluate]
+every = 0
+[deployment]
+relay = "server-sees"
+[egress.gray]
+silo = ["parameters", "embeddings"]
+[egress.color]
+silo = ["parameters", "embeddings"]
+[egress.shared]
+server = ["parameters", "statistic"]
+silo = ["parameters", "statistic", "ids"]
+"""
+"""HFM in two silos of two devices. A round has six requests: `adopt`, twice `embed` and `practise`, and `upload`."""
+
+
+def silos(folder: Path) -> None:
+    """Measure rounds of HFM with a process for each device: over the server, over edges, and in one process."""
+    for name, text in {"the server": HFM, "an edge for each silo": HFM.replace("server-sees", "edge")}.items():
+        recipe = folder / f"{name.replace(' ', '-')}.toml"
+        recipe.write_text(text)
+        out = run_locally(recipe, folder / recipe.stem)
+        say(f"a round of HFM over {name}, s", rounds_of(out))
+    polyfed.run(recipe, folder / "one", engine="sequential")
+    say("a round of HFM in one process, s", rounds_of(folder / "one"))
+
+
+def idle(folder: Path) -> None:
+    """Measure the bytes that an idle device moves, with the headers of TCP/IP."""
+    if _moved():
+        print(f"idle: needs a network of its own: {OWN_NETWORK}", flush=True)
+        return
+    servers = Servers(folder / "idle", [1])
+    before = _moved()
+    time.sleep(LONG_IDLE)
+    moved = _moved() - before
+    servers.stop()
+    print(f"an idle device: {moved} bytes in {LONG_IDLE:.0f} s, {moved / LONG_IDLE * MONTH / 1e6:.3g} MB a month")
+
+
+def _moved() -> int:
+    """Return the bytes that have passed the loopback of this network."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.split()[0] == "lo:")
 
 
 def rounds_of(out: Path) -> list[float]:
@@ -313,8 +402,10 @@ def rounds_of(out: Path) -> list[float]:
 
 def say(what: str, values: Sequence[float]) -> None:
     """Print a median and the range."""
-    shown = f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
-    print(f"{what}: {shown}   load {os.getloadavg()[0]:.1f}", flush=True)
+    middle, least, most = (
+        f"{float(f'{value:.3g}'):,.10g}" for value in (statistics.median(values), min(values), max(values))
+    )
+    print(f"{what}: {middle} ({least} to {most})   load {os.getloadavg()[0]:.1f}", flush=True)
 
 
 def tasks() -> None:
@@ -331,13 +422,14 @@ def main() -> None:
     """Run the parts that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--server", default="none", help="the server's optimiser in `training`, such as avgm")
-    parser.add_argument("part", nargs="?", choices=["echoes", "fleet", "large", "training", "federations"])
+    parts = {part.__name__: part for part in (echoes, fleet, large, training, federations, silos, idle)}
+    parser.add_argument("part", nargs="?", choices=[*parts])
     part, optimiser = parser.parse_args().part, parser.parse_args().server
+    parts["training"] = partial(training, optimiser=optimiser)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        for measure in (echoes, fleet, large, partial(training, optimiser=optimiser), federations):
-            if part in (None, getattr(measure, "__name__", "training")):
-                measure(Path(folder))
+        for measure in parts.values() if part is None else [parts[part]]:
+            measure(Path(folder))
 
 
 if __name__ == "__main__":

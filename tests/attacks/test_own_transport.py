@@ -1139,6 +1139,22 @@ def test_a_device_whose_login_meets_a_dead_line_logs_in_later(
     assert next(lines, None) is None, "both dead lines were met"
 
 
+def test_a_device_that_is_cut_before_its_login_pauses_ever_longer(federation: Federation, monkeypatch: Any) -> None:
+    """So that a thousand devices, of which a busy server cuts most, come one after another."""
+    federation.asked()
+    device, opened, pauses, notes = federation.device(0), connection.https_to, list[float](), list[str]()
+    lines = iter([cut(opened)] * 4)
+    monkeypatch.setattr(connection, "https_to", lambda *given: next(lines, opened)(*given))
+    monkeypatch.setattr(connection, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(connection, "CUT_SECONDS", -1.0)
+    monkeypatch.setattr(device.stop, "wait", pauses.append)
+    monkeypatch.setattr(device, "note", notes.append)
+    assert device.next() is not None
+    assert len(pauses) == 4
+    assert pauses[3] >= 0.04, "0.08, of which a part is drawn"
+    assert not any("are cut" in note for note in notes), "no proxy has cut a wait"
+
+
 def unanswered(*given: Any) -> http.client.HTTPSConnection:
     """A line on which nobody answers."""
     made = http.client.HTTPSConnection("x")

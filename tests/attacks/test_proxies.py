@@ -160,7 +160,7 @@ def test_calls_that_a_proxy_cuts_are_repeated_at_once_and_told_once(
     federation: Federation, monkeypatch: Any, tmp_path: Path
 ) -> None:
     """In this process, because it takes more cuts than somebody wants to wait for."""
-    proxy, notes = Rough(cuts=0.3), list[str]()
+    proxy, notes = Rough(cuts=2.0), list[str]()  # long enough for a login on a busy machine
     monkeypatch.setenv("no_proxy", "")
     monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{proxy.port}")
     monkeypatch.setattr(connection, "CUT_SECONDS", 0.1)
@@ -170,13 +170,13 @@ def test_calls_that_a_proxy_cuts_are_repeated_at_once_and_told_once(
 
     def waited(seconds: float) -> None:
         pauses.append(seconds)
-        if len(pauses) == 8:
+        if len(pauses) == 4:
             federation.asked()
 
     monkeypatch.setattr(device.stop, "wait", waited)
     told = device.next()
     assert told is not None
-    assert len(pauses) >= 8
+    assert len(pauses) >= 4
     assert max(pauses) <= connection.FIRST_PAUSE, "the pauses do not grow"
     assert [note for note in notes if "are cut after" not in note] == []
     assert len(notes) == 1

@@ -29,10 +29,10 @@ from polyfed.cli import main
 from polyfed.core.errors import PolyfedError, RecipeError
 from polyfed.deploy.credentials import write_credentials
 from polyfed.deploy.device.monitor import SILENCE_SECONDS, DeviceMonitor
-from polyfed.deploy.processes import HOST, free_ports
+from polyfed.deploy.processes import HOST, free_ports, listens
 from polyfed.deploy.server import monitor as server_monitor
 from polyfed.deploy.server.monitor import TOKEN, ServerMonitor, read_token, token_at
-from polyfed.deploy.server.run_log import KEPT_RUNS, KILLED, STATUS_FOLDER, RunStatus, listeners_of, remove_old
+from polyfed.deploy.server.run_log import KEPT_RUNS, KILLED, RUNS, STATUS_FOLDER, RunStatus, listeners_of, remove_old
 from polyfed.deploy.server.status_client import ask
 from refusals import refuses
 
@@ -387,10 +387,29 @@ def test_a_federation_tells_its_status_to_those_who_may_know(tmp_path: Path) -> 
         assert read_token(files[1]) not in texts
 
 
-def fetched(port: int) -> str:
+def fetched(port: int, page: str = "metrics") -> str:
     words = [
         sys.executable,
         "-c",
-        f"import urllib.request as u; print(u.urlopen('http://{HOST}:{port}/metrics').read())",
+        f"import urllib.request as u; print(u.urlopen('http://{HOST}:{port}/{page}').read())",
     ]
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout
+
+
+def test_a_server_that_has_answered_each_of_its_pages_holds_no_pytorch(tmp_path: Path) -> None:
+    """It weighs 300 MB."""
+    credentials, (port, metrics, remote) = write_credentials(tmp_path / "credentials", 1), free_ports(3)
+    RunStatus(credentials / RUNS / "7", tmp_path / "run")("run-started", rounds=5, first_round=1)
+    ports = ["--port", str(port), "--metrics-port", str(metrics), "--status-port", str(remote)]
+    words = [sys.executable, "-P", "-m", "polyfed", "server", str(credentials), "--host", HOST, *ports]
+    source = {"PYTHONPATH": str(Path(server_monitor.__file__).parents[3])}
+    process = subprocess.Popen(words, env=os.environ | source, stderr=subprocess.DEVNULL)
+    try:
+        until(lambda: process.poll() is not None or (listens(metrics) and listens(remote)), "the ports", 60)
+        assert 'polyfed_run_rounds{run="7"} 5.0' in fetched(metrics)
+        assert "0 of 1 devices online" in fetched(metrics, f"?token={read_token(credentials / TOKEN)}")
+        assert ask(f"{HOST}:{remote}", credentials / "ca.pem", credentials / TOKEN)["runs"][0]["id"] == "7"
+        assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
+    finally:
+        process.terminate()
+        process.wait(20)

@@ -261,3 +261,12 @@ def test_a_test_that_shows_nothing_is_found(test: str) -> None:
     assert not idle_tests(ROOT, {"test_a"}, shown)
     refused = "def test_a():\n    with refuses(ValueError, 'noun'):\n        f()"
     assert not idle_tests(ROOT, {"test_a"}, refused), "tests.refusals.refuses asserts too"
+
+
+def test_the_results_count_the_steps_and_commands_of_the_tutorial() -> None:
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    steps = len(re.findall(r"^\*\*\d+\. ", page, re.MULTILINE))
+    blocks = re.findall(r"^```\n# (server|every device)\b[^\n]*\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    count = {who: sum(text.count("polyfed ") for owner, text in blocks if owner == who) for who, _ in blocks}
+    said = f"{steps} steps; {count['server']} commands at the server, {count['every device']} at each device"
+    assert said in (ROOT / "docs" / "results" / "deployments.md").read_text()

@@ -11,7 +11,8 @@ from test_page import read
 
 from polyfed.core.errors import DataError, RecipeError
 from polyfed.report import write_report
-from polyfed.report.pages.page import asset, matrices
+from polyfed.report.pages.page import matrices
+from polyfed.report.pages.template import asset
 from polyfed.report.reading import egress
 from polyfed.report.reading.run_folder import Folder
 from refusals import refuses

@@ -1,19 +1,18 @@
 """`polyfed audit-log` checks whether audit logs are complete and agree, and `polyfed certify` signs what they say."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from polyfed import deploy
 from polyfed.cli.application import HELP_OPTIONS, AsJson
 from polyfed.cli.application import app as polyfed_app
 from polyfed.cli.output import answer, show
 from polyfed.core.errors import DataError, RecipeError, counted
 from polyfed.core.system.files import AUDIT, CERTIFICATE, LEAKAGE, PUBLIC_KEY, replace_text
-from polyfed.deploy.metrics import INSTALL
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -29,15 +28,6 @@ app = typer.Typer(
 polyfed_app.add_typer(app)
 
 
-@contextmanager
-def _needing_extra(what: str) -> Iterator[None]:
-    """Turn the failed import of a package into an error that names the extra to install."""
-    try:
-        yield
-    except ImportError as error:
-        raise RecipeError(f"{what} needs an extra: {INSTALL} ({error})") from None
-
-
 @app.command("verify")
 def verify_log(
     folder: Annotated[
@@ -50,7 +40,7 @@ def verify_log(
     as_json: AsJson = False,
 ) -> None:
     """Check the chain and the signatures. If the log is damaged, show the first bad line and exit with code 5."""
-    with _needing_extra("audit-log"):
+    with deploy.needing_extra("audit-log", linux=False):
         from polyfed.privacy.egress.audit_log.verification import verify
     found = verify(folder, key)
     lines = [f"{folder / AUDIT} is whole: {found.rows:,} rows, {found.seals:,} signatures"]
@@ -74,7 +64,7 @@ def reconcile_logs(
     """Compare the server's audit log with its ledger and with devices' logs. The exit code is 5 if they disagree."""
     from polyfed.report import reconcile
 
-    with _needing_extra("audit-log"):
+    with deploy.needing_extra("audit-log", linux=False):
         found = reconcile(run, devices or [])
     if not as_json:
         show(*found.remarks)
@@ -112,7 +102,7 @@ def show_log(
     as_json: AsJson = False,
 ) -> None:
     """Say what left a client, and when. The lines are verified first; the exit code is 5 if they do not hold."""
-    with _needing_extra("audit-log"):
+    with deploy.needing_extra("audit-log", linux=False):
         from polyfed.experiment.certificate import answers
     from polyfed.report.pages.log_page import write_log_page
 
@@ -179,7 +169,7 @@ def certify(
         )
     if verify is not None and (out or leakage or crate):
         raise RecipeError("--verify writes nothing: leave out --out, --audit and --crate")
-    with _needing_extra("certify"):
+    with deploy.needing_extra("certify", linux=False):
         from polyfed.experiment import certificate
     if verify is not None:
         found = certificate.verify_certificate(verify, keys, run, device_logs or [])

@@ -6,6 +6,7 @@ Files:
     handlers: answers the packets that the server sends, on a device and in a simulation.
     faults: reports errors of a device to its own log and, in short, to the server.
     metrics: the text format of Prometheus.
+    newcomer: a device or an edge that joins a server, and its key.
     processes: process groups, signals and ports of this machine.
     local_federation: a server and its devices as processes of this machine.
     server/: what runs on the server. `hosting` starts the server, `queued_run` a run, whose main function is in
@@ -20,13 +21,13 @@ Files:
 The functions here need one of the extras `server` and `device`. Without it, they raise an error that says so.
 """
 
-import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyfed.core.errors import RecipeError, TransportError, command
+from polyfed.core.system.files import HAS_LOCKS
 from polyfed.deploy.metrics import INSTALL
 from polyfed.deploy.processes import ServerPorts
 
@@ -60,19 +61,21 @@ def __getattr__(name: str) -> Any:
 
 
 @contextmanager
-def needing_extra(what: str) -> Iterator[None]:
+def needing_extra(what: str, *, linux: bool = True) -> Iterator[None]:
     """Turn a failed import of an optional package into an error that names the extra to install.
+
+    Args:
+        what: what needs it.
+        linux: whether it also needs a system that has servers and devices.
 
     Raises:
         RecipeError: an import in the block fails, or the system has no servers and devices.
     """
-    try:
-        importlib.import_module("fcntl")
-    except ImportError:
+    if linux and not HAS_LOCKS:
         raise RecipeError(
             f"{what} needs Linux, and this system has no fcntl. Simulations, their checks and `polyfed audit-log "
             "verify` run here"
-        ) from None
+        )
     try:
         yield
     except ImportError as error:

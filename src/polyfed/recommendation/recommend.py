@@ -30,7 +30,8 @@ from polyfed.recommendation.candidates import REFERENCES, SERVERS, Candidate, Pl
 from polyfed.recommendation.conclusion import Conclusion, concluded, simplest
 from polyfed.recommendation.linear import linear_scores
 from polyfed.recommendation.pilot import REFERENCE, Arm, Journal, Pilot
-from polyfed.report.pages.page import render, write_page
+from polyfed.report.pages.page import render
+from polyfed.report.pages.template import write_page
 from polyfed.report.scores import Metric
 
 ASKED, RESULT, RECIPE, PAGE = "asked.json", "recommendation.json", "recommended.toml", "index.html"

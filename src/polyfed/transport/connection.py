@@ -7,6 +7,7 @@ import errno
 import hashlib
 import http.client
 import json
+import math
 import random
 import socket
 import ssl
@@ -48,7 +49,8 @@ FIRST_PAUSE, LONGEST_PAUSE, TOLD_AFTER = 0.5, 30.0, 3
 so many tries, the owner of the device is told."""
 
 CUT, CUT_SECONDS = (http.client.RemoteDisconnected, ConnectionError, ssl.SSLEOFError), 1.0
-"""The errors of a call that somebody on the way has cut, if it has waited for so long."""
+"""The errors of a call that somebody on the way has cut, if it has waited for so long, after the login: a busy server
+itself cuts those that come before."""
 
 CUT_WAIT = (
     "calls that wait for a request are cut after {waited:.0f} seconds without an answer. Let the proxy or firewall on "
@@ -143,7 +145,7 @@ class Connection:
         self.ca, self.key, self.stop, self.note = ca, key, stop, note
         self.contact, self.ends = 0.0, 0.0
         self._opened, self._warned, self._skewed, self.told_of_cuts = 0.0, -DAY, False, -DAY
-        self._token = ""
+        self._token, self._sent = "", math.inf
         self._way: http.client.HTTPSConnection | None = None
         try:
             self._context = ssl.create_default_context(cafile=str(ca))
@@ -261,7 +263,7 @@ class Connection:
         Raises:
             TransportError: no call has succeeded yet, and the server's certificate does not fit.
         """
-        begun, cut = time.monotonic(), {}
+        self._sent, cut = math.inf, {}
         try:
             return self._once(method, path, **how)
         except ssl.SSLCertVerificationError as error:
@@ -271,7 +273,7 @@ class Connection:
         except BehindProxy as error:
             why = str(error)
         except (OSError, http.client.HTTPException) as error:
-            why, waited = f"{type(error).__name__}: {error}", time.monotonic() - begun
+            why, waited = f"{type(error).__name__}: {error}", time.monotonic() - self._sent
             if how.get("patient") and isinstance(error, CUT) and waited > CUT_SECONDS:
                 why, cut = CUT_WAIT.format(waited=waited, where=f"{self.host}:{self.port}"), {"cut": True}
         self.close()
@@ -350,6 +352,8 @@ class Connection:
         if body is not None:
             headers["content-length"] = str(len(body))
         way.request(method, path, body=body, headers=headers)
+        if self._token:
+            self._sent = time.monotonic()
         answer = way.getresponse()
         self.contact = time.monotonic()
         self._look_at_clocks(answer.getheader("date", ""))

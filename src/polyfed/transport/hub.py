@@ -6,7 +6,6 @@ a connection that breaks costs only what was under way.
 """
 
 import asyncio
-import fcntl
 import hashlib
 import resource
 import socket
@@ -30,6 +29,7 @@ from starlette.routing import Route, Router
 from typing_extensions import override
 
 from polyfed.core.errors import RecipeError
+from polyfed.core.system.files import lock
 from polyfed.core.system.json_and_toml import parse_json
 from polyfed.core.system.log_lines import LogLines, logger_of
 from polyfed.transport.carried import Meter
@@ -602,7 +602,7 @@ class HubServer:
         queue = Queue(credentials / "queue")
         self._lock = open(queue.folder / "server.lock", "wb")  # noqa: SIM115  for the life of the server
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(self._lock, wait=False)
             self.socket = Listener(host, port)  # now, so that the command ends if the port is taken
         except BlockingIOError:
             self._lock.close()

@@ -1,14 +1,22 @@
-"""The names of the files of a run, and functions that read and write files safely."""
+"""The names of the files of a run, and functions that read, write and lock files safely."""
 
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import IO, Any, BinaryIO, TypeVar
 
 from polyfed.core.errors import CheckpointError
 from polyfed.core.system.json_and_toml import parse_json
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+HAS_LOCKS = fcntl is not None
+"""Whether `lock` works on this system. Servers and devices need it; simulations and checks do without."""
 
 _V = TypeVar("_V")
 
@@ -90,6 +98,20 @@ def without_links(path: str, flags: int, mode: int = 0o666) -> int:
         OSError: the path is a symbolic link.
     """
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), mode)
+
+
+def lock(file: IO[Any] | int, *, wait: bool = True, shared: bool = False) -> None:
+    """Lock an open file or folder against other processes, until it is closed.
+
+    Args:
+        file: the file, or its descriptor.
+        wait: whether to wait for the process that has the lock.
+        shared: whether others may have the lock if theirs is shared, too.
+
+    Raises:
+        BlockingIOError: another process has the lock, and `wait` is False.
+    """
+    fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
 
 
 def sync(path: Path) -> None:

@@ -5,7 +5,6 @@ process run the task (`polyfed.deploy.device.tasks`) and sends the reply. Severa
 example on a gateway. `polyfed device` starts it, with the configuration in an open file.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -24,7 +23,7 @@ from threading import BoundedSemaphore, Event, Lock, Thread
 from typing import Any, Self
 
 from polyfed.core.errors import BadReply, PolyfedError, RecipeError
-from polyfed.core.system.files import without_links
+from polyfed.core.system.files import lock, without_links
 from polyfed.core.system.log_lines import logger_of
 from polyfed.deploy.device.monitor import DeviceMonitor
 from polyfed.privacy.egress.audit_log.keys import tie
@@ -360,7 +359,7 @@ def alone_in(state: Path) -> Iterator[Path]:
         raise RecipeError(f"{state} cannot be used: {error}") from None
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(file, wait=False)
         except BlockingIOError:
             why = f"another process uses {state}; end it, or give this device another folder (state)"
             raise RecipeError(why) from None

@@ -18,12 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-
 from polyfed.core.errors import DataError, PolyfedError, RecipeError, command, counted
 from polyfed.core.messages import KINDS
-from polyfed.core.system.files import replace_text, sync, without_links
+from polyfed.core.system.files import replace_text, sync
 from polyfed.core.system.json_and_toml import parse_toml, toml_key, toml_value
 from polyfed.data import Columns
 from polyfed.data.columns import TEST, TRAIN, check_finite
@@ -34,11 +31,12 @@ from polyfed.deploy.device.data import refuse_own_numbers
 from polyfed.deploy.device.device_file import device_file
 from polyfed.deploy.device.recipe_check import Inspection, inspect
 from polyfed.deploy.edge.edge_file import edge_file, is_edge
+from polyfed.deploy.newcomer import key_at, newcomer
 from polyfed.experiment.recipes.defaults import kind_of
 from polyfed.experiment.recipes.file_reading import read_file
 from polyfed.privacy.egress.policy import DEFAULT, Policy, guards_among
 from polyfed.transport.connection import SKEW_SECONDS, Connection, different_clocks
-from polyfed.transport.joining import Door, Place
+from polyfed.transport.joining import Place
 from polyfed.transport.logins import PrivateKey
 from polyfed.transport.tokens import JoinToken
 
@@ -146,35 +144,26 @@ def join(token: str, wanted: Wanted, agree: Callable[[Proposal], bool]) -> Joine
     with alone_in(stage):
         if columns is None:
             return _placed(wanted, stage)
-        keep = earlier = (stage / KEY).exists()  # a server may know it
         try:
-            door = Door(known)
-            door.recognise()
-            place = door.ask(PrivateKey(stage / KEY).fingerprint if keep else "")
-            relays = wanted.relay != NodeConfig.relay
-            if wanted.policy is None:
-                replace_text(stage / POLICY, policy_text(columns, table, wanted.data.name, in_silo=relays))
-            node = _node(wanted, columns, place.number, stage)
-            inspection, why = _inspected(node, columns, place.recipe, stage)
-            clocks = different_clocks(door.skew) if abs(door.skew) > SKEW_SECONDS else ""
-            told = (*notes, *filter(None, (clocks, why)))
-            if not agree(Proposal(known.address, known.authority.hex(), place, inspection, told)):
-                return None
-            key, keep = key_at(stage / KEY), True
-            try:
-                door.register(key)
-            except RecipeError:  # the server does not take a key that it has never heard of
-                keep = earlier
-                raise
-            (stage / CA).write_bytes(door.authority)
-            replace_text(stage / DEVICE, _device_text(wanted, node, known.address, place))
-            return _placed(wanted, stage)
+            with newcomer(known, stage / KEY) as own:
+                place = own.asked()
+                relays = wanted.relay != NodeConfig.relay
+                if wanted.policy is None:
+                    replace_text(stage / POLICY, policy_text(columns, table, wanted.data.name, in_silo=relays))
+                node = _node(wanted, columns, place.number, stage)
+                inspection, why = _inspected(node, columns, place.recipe, stage)
+                clocks = different_clocks(own.door.skew) if abs(own.door.skew) > SKEW_SECONDS else ""
+                told = (*notes, *filter(None, (clocks, why)))
+                if not agree(Proposal(known.address, known.authority.hex(), place, inspection, told)):
+                    return None
+                own.register()
+                (stage / CA).write_bytes(own.door.authority)
+                replace_text(stage / DEVICE, _device_text(wanted, node, known.address, place))
+                return _placed(wanted, stage)
         finally:
-            if not keep:
-                shutil.rmtree(stage, ignore_errors=True)
-                if new:
-                    with suppress(OSError):
-                        wanted.folder.rmdir()
+            if new:
+                with suppress(OSError):  # it holds something
+                    wanted.folder.rmdir()
 
 
 def _refuse_taken(wanted: Wanted, stage: Path) -> None:
@@ -327,32 +316,6 @@ def _inspected(node: NodeConfig, columns: Columns, recipe: str, stage: Path) -> 
     except PolyfedError as error:
         said = str(error).replace(f"{stage}{os.sep}", "")
         return plain, f"this device would refuse the recipe that the server is about to run: {said}"
-
-
-def key_at(path: Path, like: Path | None = None) -> PrivateKey:
-    """Return the key in a file, which is made here and never leaves.
-
-    Args:
-        like: a file with the owner and group that the key gets, as far as this user may give them.
-    """
-    if not path.exists():
-        made = ec.generate_private_key(ec.SECP384R1()).private_bytes(
-            Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()
-        )
-        draft = path.with_name(f"{path.name}.draft")
-        draft.unlink(missing_ok=True)
-        number = without_links(str(draft), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(number, "wb") as file:
-            file.write(made)
-            if like is not None:
-                facts = like.stat()
-                with suppress(PermissionError):
-                    os.fchown(number, facts.st_uid, facts.st_gid)
-                os.fchmod(number, stat.S_IMODE(facts.st_mode) & 0o640)
-        sync(draft)
-        draft.rename(path)
-        sync(path.parent)
-    return PrivateKey(path)
 
 
 def _device_text(wanted: Wanted, node: NodeConfig, address: str, place: Place) -> str:

@@ -15,11 +15,9 @@ from polyfed.core.errors import RecipeError
 from polyfed.core.system.files import replace_text, sync
 from polyfed.core.system.json_and_toml import toml_value
 from polyfed.deploy.device.agent import alone_in
-from polyfed.deploy.device.joining import key_at
 from polyfed.deploy.edge.edge_file import EdgeConfig, edge_file
+from polyfed.deploy.newcomer import key_at, newcomer
 from polyfed.deploy.server.registration import OFFERED, Issued, begin
-from polyfed.transport.joining import Door
-from polyfed.transport.logins import PrivateKey
 from polyfed.transport.tokens import JoinToken
 
 EDGE = "edge.toml"
@@ -80,29 +78,18 @@ def join(token: str, silo: Silo) -> JoinedEdge:
     known, stage = JoinToken.read(token), folder.with_name(f".{folder.name}.polyfed-join")
     if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise RecipeError(f"{silo.folder} is not empty, and nothing is written over. Give a new folder")
-    with alone_in(stage) as lock:
-        keep = earlier = (stage / EdgeConfig.key).exists()  # a server may know it
-        try:
-            door = Door(known)
-            door.recognise()
-            place = door.ask(PrivateKey(stage / EdgeConfig.key).fingerprint if keep else "")
-            tokens = _prepared(stage, known.address, silo, place.number)
-            if place.recipe:  # the devices' owners see what the server shows; a device trusts no recipe
-                replace_text(stage / EdgeConfig.credentials / OFFERED, place.recipe)
-            (stage / EdgeConfig.ca).write_bytes(door.authority)
-            key, keep = key_at(stage / EdgeConfig.key), True
-            try:
-                edge_file(stage / EDGE)
-                door.register(key)
-            except RecipeError:  # the server does not take a key that it has never heard of
-                keep = earlier
-                raise
-            lock.unlink()
-            stage.rename(folder)
-            sync(folder.parent)
-        finally:
-            if not keep:
-                shutil.rmtree(stage, ignore_errors=True)
+    with alone_in(stage) as lock, newcomer(known, stage / EdgeConfig.key) as own:
+        place = own.asked()
+        tokens = _prepared(stage, known.address, silo, place.number)
+        if place.recipe:  # the devices' owners see what the server shows; a device trusts no recipe
+            replace_text(stage / EdgeConfig.credentials / OFFERED, place.recipe)
+        (stage / EdgeConfig.ca).write_bytes(own.door.authority)
+        key_at(own.key)
+        edge_file(stage / EDGE)  # reads the key, too, and must fit before the server knows it
+        own.register()
+        lock.unlink()
+        stage.rename(folder)
+        sync(folder.parent)
     credentials = silo.folder / EdgeConfig.credentials
     return JoinedEdge(known.address, place.number, silo.folder / EDGE, credentials, tuple(tokens))
 

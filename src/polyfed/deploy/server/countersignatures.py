@@ -9,7 +9,6 @@ nothing in the run, so whatever goes wrong here is a line of the log.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,19 +95,17 @@ def device_receipts(
     """
     there = {client: own for client, own in known.items() if client in transport.node_of}
     left = {client: [*left_out, *own.unanswered][:MOST_UNANSWERED] for client, own in there.items()}
-    kept = dict[str, Any]()
-    for client, answer in _answers(transport, {c: sign_packet(run, c, left[c]) for c in there}, seconds).items():
-        try:
-            told = receipt_in(_signed(answer))
-            _check(told, {"run": run, "client": client, "unanswered": _listed(left[client])}, RECEIPT)
-        except ValueError as error:
-            warn(f"client {client} has not signed its ledger of the run: {one_line(error)}")
-            continue
-        kept[str(client)] = told
-        _note(told, partial(signed_by, client))
-        if told["receipt"]["root"] != there[client].without(left[client]).root:
-            warn(f"client {client} has signed another ledger than the one here: `polyfed audit-log reconcile`")
-    return kept
+
+    def read(client: int, answer: Packet | str) -> dict[str, Any]:
+        told = receipt_in(_signed(answer))
+        _check(told, {"run": run, "client": client, "unanswered": _listed(left[client])}, RECEIPT)
+        return told
+
+    answers = _answers(transport, {client: sign_packet(run, client, left[client]) for client in there}, seconds)
+    kept = _receipts_in("client", answers, read, warn)
+    _compare("client", kept, {client: own.without(left[client]).root for client, own in there.items()}, warn)
+    _note(kept, signed_by)
+    return {str(client): told for client, told in kept.items()}
 
 
 def _edge_receipts(
@@ -122,40 +119,58 @@ def _edge_receipts(
     crossed = {silo: joined(known[one] for one in own if one in known) for silo, own in silos.items()}
     left = {silo: unanswered_parts(own)[:MOST_UNANSWERED] for silo, own in crossed.items()}
     asked = {silo: sign_packet(run, silo, left[silo]) for silo in silos if silo in transport.node_of}
-    edges, kept = dict[str, Any](), dict[str, Any]()
-    for silo, answer in _answers(transport, asked, SIGN_SECONDS).items():
-        try:
-            header = _signed(answer)
-            told = edge_receipt_in(header)
-            _check(told, {"run": run, "silo": silo, "unanswered": _listed(left[silo])}, EDGE_RECEIPT)
-        except ValueError as error:
-            LOGGER.warning("the edge of silo %d has not signed its ledger of the run: %s", silo, one_line(error))
-            continue
-        edges[str(silo)] = told
-        _note(told, partial(signed_by, silo))
-        if told["receipt"]["root"] != crossed[silo].without(left[silo]).root:
-            where = "the edge of silo %d has signed another ledger than this server's: `polyfed audit-log reconcile`"
-            LOGGER.warning(where, silo)
-        kept |= _passed_on(header, run, silos[silo])
-    return {EDGES: edges, **kept}
+
+    def read(silo: int, answer: Packet | str) -> dict[str, Any]:
+        told = edge_receipt_in(_signed(answer))
+        _check(told, {"run": run, "silo": silo, "unanswered": _listed(left[silo])}, EDGE_RECEIPT)
+        return told
+
+    answers, warn = _answers(transport, asked, SIGN_SECONDS), LOGGER.warning
+    kept = _receipts_in("the edge of silo", answers, read, warn)
+    roots = {silo: own.without(left[silo]).root for silo, own in crossed.items()}
+    _compare("the edge of silo", kept, roots, warn)
+    _note(kept, signed_by)
+    passed = dict[str, Any]()
+    for silo in kept:
+        passed |= _passed_on(_signed(answers[silo]), run, silos[silo])
+    return {EDGES: {str(silo): told for silo, told in kept.items()}, **passed}
 
 
 def _passed_on(header: Mapping[str, Any], run: str, members: Sequence[int]) -> dict[str, Any]:
     """Return the receipts of devices that an edge has passed on."""
-    kept, given = dict[str, Any](), header.get(DEVICES)
-    for client in members:
-        one = given.get(str(client)) if isinstance(given, dict) else None
+    given = header.get(DEVICES)
+
+    def read(client: int, one: Any) -> dict[str, Any]:
+        if not isinstance(one, dict):
+            raise ValueError("its edge has passed on no receipt")
+        told = receipt_in(one)
+        _check(told, {"run": run, "client": client}, RECEIPT)
+        if "left" not in told["receipt"]:
+            raise ValueError("its receipt does not say what left for the server")
+        return told
+
+    parts = {client: given.get(str(client)) if isinstance(given, dict) else None for client in members}
+    return {str(client): told for client, told in _receipts_in("client", parts, read, LOGGER.warning).items()}
+
+
+def _receipts_in(
+    who: str, answers: Mapping[int, Any], read: Callable[[int, Any], dict[str, Any]], warn: Warn
+) -> dict[int, dict[str, Any]]:
+    """Return the receipts in answers, and warn of the answers without one, for which `read` raises a ValueError."""
+    kept = dict[int, dict[str, Any]]()
+    for number, answer in answers.items():
         try:
-            if not isinstance(one, dict):
-                raise ValueError("its edge has passed on no receipt")
-            told = receipt_in(one)
-            _check(told, {"run": run, "client": client}, RECEIPT)
-            if "left" not in told["receipt"]:
-                raise ValueError("its receipt does not say what left for the server")
-            kept[str(client)] = told
+            kept[number] = read(number, answer)
         except ValueError as error:
-            LOGGER.warning("client %d has not signed its ledger of the run: %s", client, one_line(error))
+            warn(f"{who} {number} has not signed its ledger of the run: {one_line(error)}")
     return kept
+
+
+def _compare(who: str, kept: Mapping[int, Mapping[str, Any]], roots: Mapping[int, str], warn: Warn) -> None:
+    """Warn of receipts over other ledgers than those here, which have these Merkle roots."""
+    for number, told in kept.items():
+        if told["receipt"]["root"] != roots[number]:
+            warn(f"{who} {number} has signed another ledger than the one here: `polyfed audit-log reconcile`")
 
 
 def _answers(transport: Any, packets: dict[int, Packet], seconds: float) -> Mapping[int, Packet | str]:
@@ -193,9 +208,10 @@ def _check(told: Mapping[str, Any], asked: Mapping[str, Any], head: bytes) -> No
         raise ValueError("the key of its log is not signed by the key of a device")
 
 
-def _note(told: Mapping[str, Any], signed_by: Callable[[str], object]) -> None:
-    if "tie" in told:
-        signed_by(fingerprint(told["tie"]["key"].encode()))
+def _note(kept: Mapping[int, Mapping[str, Any]], signed_by: SignedBy) -> None:
+    for number, told in kept.items():
+        if "tie" in told:
+            signed_by(number, fingerprint(told["tie"]["key"].encode()))
 
 
 def _listed(left: Sequence[LeftOut]) -> list[list[int]]:

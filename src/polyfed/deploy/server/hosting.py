@@ -45,7 +45,8 @@ def server(credentials: Path, ports: ServerPorts, jobs: int = 1) -> None:
 
 def _add_monitors(hub: HubServer, ports: ServerPorts, statuses: Path) -> None:
     """Serve health, metrics and status on the ports that `ports` asks for."""
-    from polyfed.deploy.server.monitor import TOKEN, ServerMonitor, status_of, token_at  # only here: it imports PyTorch
+    # only here: a server without these ports needs no Jinja
+    from polyfed.deploy.server.monitor import TOKEN, ServerMonitor, status_of, token_at
     from polyfed.deploy.server.web_page import WebPage
 
     require_prometheus()

@@ -19,17 +19,6 @@ from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.federation.wire.wire_format import Packet
 
 
-def clients_of(folder: Path) -> dict[str, str]:
-    """Return the client number of each device of a run folder, by the fingerprint of its key.
-
-    The result is empty if the folder holds no readable file about its clients.
-    """
-    try:
-        return {device: number for number, device in parse_json((folder / MEMBERS).read_text())["clients"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
-
-
 def expected(recipe: Recipe) -> int:
     """Return the number of devices for which the server of a deployment waits.
 

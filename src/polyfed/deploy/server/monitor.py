@@ -2,7 +2,7 @@
 
 Two web applications serve this information. The first listens on loopback, so that only this machine can reach it, and
 needs no password. The second serves other machines over TLS, and every request needs a token. Both applications run in
-the server's process. Neither listens on the port that devices use.
+the server's process, which holds no PyTorch. Neither listens on the port that devices use.
 """
 
 import asyncio
@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from polyfed.core.errors import RecipeError
+from polyfed.core.system.files import MEMBERS
+from polyfed.core.system.json_and_toml import parse_json
 from polyfed.deploy.metrics import CONTENT_TYPE, installed, registry
 from polyfed.deploy.server.jobs import STATES as JOB_STATES
-from polyfed.deploy.server.membership import clients_of
 from polyfed.deploy.server.run_log import UNFINISHED, read_status
 
 TOKEN = "status.token"
@@ -121,9 +122,20 @@ def status_of(link: Facts, statuses: Path) -> dict[str, Any]:
     runs = [{"id": name, "state": one["state"], "progress": one} for name, one in told.items() if one is not None]
     numbers: dict[str, str] = {}
     for run in reversed(runs):  # a device may have another number in a newer run
-        numbers |= clients_of(Path(str(run["progress"].get("run", ""))))
+        numbers |= _clients_of(Path(str(run["progress"].get("run", ""))))
     away = [{"client": numbers.get(key), "key": key} for key in link.get("away", ())]
     return {"time": time.time(), **installed(), **link, "away": away, "runs": runs}
+
+
+def _clients_of(folder: Path) -> dict[str, str]:
+    """Return the client number of each device of a run folder, by the fingerprint of its key; see `Membership`.
+
+    The result is empty if the folder holds no readable file about its clients.
+    """
+    try:
+        return {device: number for number, device in parse_json((folder / MEMBERS).read_text())["clients"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
 
 
 def metrics_of(status: Facts) -> bytes:

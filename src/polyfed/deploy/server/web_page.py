@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from polyfed.core.system.log_lines import escaped_lines
 from polyfed.deploy.server.jobs import LOG, Jobs
-from polyfed.report.pages.page import asset, environment
+from polyfed.report.pages.template import asset, environment
 
 END_OF_LOG = 2**14
 """Bytes of the end of each log that the page shows."""
@@ -32,6 +32,7 @@ class WebPage:
 
     def __init__(self, jobs: Jobs, status: Callable[[], Mapping[str, Any]], token: str) -> None:
         self.jobs, self.status, self._digest = jobs, status, _digest(token)
+        self._template = environment().get_template("server.html")
 
     def answer(self, query: bytes) -> tuple[int, str, bytes]:
         """Return HTTP status, content type and body of the answer to a request with this query."""
@@ -45,11 +46,7 @@ class WebPage:
         told = self.status()
         logs = {job["id"]: self._log(int(job["id"])) for job in told["jobs"]}
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        text = (
-            environment()
-            .get_template("server.html")
-            .render(told=told, logs=logs, now=now, style=Markup(asset("report.css")))
-        )
+        text = self._template.render(told=told, logs=logs, now=now, style=Markup(asset("report.css")))
         return 200, "text/html; charset=utf-8", text.encode()
 
     def _log(self, number: int) -> str:

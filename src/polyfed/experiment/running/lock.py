@@ -7,11 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from polyfed.core.errors import RecipeError
-
-try:
-    import fcntl
-except ImportError:  # Windows has no such lock, so it allows all processes
-    fcntl = None  # type: ignore[assignment]
+from polyfed.core.system.files import HAS_LOCKS, lock
 
 LOCK = ".polyfed.lock"
 """The name of the lock file, which holds the id of the process that has the lock."""
@@ -36,56 +32,56 @@ def alone_in(folder: Path, what: str, fix: str, seconds: float = 0.0) -> Iterato
         RecipeError: another process still has the lock, or the lock file cannot be opened, for example because it is a
             symbolic link.
     """
-    if fcntl is None:
+    if not HAS_LOCKS:  # all processes may use the folder
         yield
         return
     end = time.monotonic() + seconds
-    while (lock := _locked(folder / LOCK)) is None:
+    while (number := _locked(folder / LOCK)) is None:
         if time.monotonic() > end:
             holder = (folder / LOCK).read_text() if (folder / LOCK).exists() else "?"
             raise RecipeError(f"{folder}: {what} (process {holder.strip()}). {fix}")
         time.sleep(0.5)
-    _held.add(lock)
+    _held.add(number)
     try:
-        os.truncate(lock, 0)
-        os.write(lock, str(os.getpid()).encode())
+        os.truncate(number, 0)
+        os.write(number, str(os.getpid()).encode())
         yield
     finally:
-        if lock in _held:  # not in a forked process
-            _held.remove(lock)
-            os.close(lock)
+        if number in _held:  # not in a forked process
+            _held.remove(number)
+            os.close(number)
 
 
 def is_locked(folder: Path) -> bool:
     """Return whether a living process has locked a folder with `alone_in`. Where there are no locks, return True."""
-    if fcntl is None:
+    if not HAS_LOCKS:
         return True
     try:
-        lock = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW)
+        number = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
         return False
     try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        lock(number, wait=False, shared=True)
     except BlockingIOError:
         return True
     finally:
-        os.close(lock)
+        os.close(number)
     return False
 
 
 def _locked(path: Path) -> int | None:
     """The file descriptor of the lock, or None if another process has it."""
     try:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         raise RecipeError(f"{path}: {error.strerror}. Choose a folder that can be written") from None
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(lock), path.stat()):
-            return lock
+        lock(number, wait=False)
+        if os.path.samestat(os.fstat(number), path.stat()):
+            return number
     except (BlockingIOError, FileNotFoundError):  # another process has it, or removed the file between the calls
         pass
-    os.close(lock)
+    os.close(number)
     return None
 
 
@@ -95,8 +91,8 @@ def _leave_locks() -> None:
     The parent still has its locks. If the parent is killed, its worker processes still finish their work. Without this
     function, the lock would last until the last worker ends, and the run could not be resumed until then.
     """
-    for lock in _held:
-        os.close(lock)
+    for number in _held:
+        os.close(number)
     _held.clear()
 
 

@@ -14,7 +14,8 @@ from polyfed.experiment.study.board import Board, Entry, State, no_metric
 from polyfed.experiment.study.plan import Cell, short, value_text
 from polyfed.experiment.study.search import Searcher
 from polyfed.experiment.study.study_schema import Study
-from polyfed.report.pages.page import render, write_page
+from polyfed.report.pages.page import render
+from polyfed.report.pages.template import write_page
 from polyfed.report.reading.run_folder import numbers_of
 from polyfed.report.reading.run_schema import parse_as
 from polyfed.report.reading.study_folder import STUDY_FACTS

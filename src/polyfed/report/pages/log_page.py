@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from polyfed.report.pages.page import render, write_page
+from polyfed.report.pages.page import render
+from polyfed.report.pages.template import write_page
 
 SAME = ("client", "run", "kind", "block", "destination", "verdict")
 """The keys in which the rows of one line of the sums agree."""

@@ -11,16 +11,13 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment
 from markupsafe import Markup
 
-from polyfed.core.errors import RecipeError
 from polyfed.core.messages import DESTINATIONS, KINDS, LABELS
-from polyfed.core.system.files import replace_text
 from polyfed.core.tree import SHARED
 from polyfed.evaluation.subsets import GAIN, LACKS, SUBSET, WORST
 from polyfed.privacy.egress.policy import Policy
@@ -33,6 +30,7 @@ from polyfed.report.comparison.tables import scenarios_sheet, tests_of
 from polyfed.report.pages import bytes_by_client, charts, client_charts, privacy
 from polyfed.report.pages.grids import class_scores, confusion, labels, modality_table
 from polyfed.report.pages.leakage import leakage_of
+from polyfed.report.pages.template import asset, environment, write_page
 from polyfed.report.reading import egress, history
 from polyfed.report.reading.reconciliation import Reconciliation, reconcile
 from polyfed.report.reading.run_folder import Folder
@@ -147,10 +145,6 @@ def sides_of(crossed: egress.Egress) -> list[egress.Egress]:
     """Return the ledger's sums for training, and its sums for evaluation if they are known and not empty."""
     evaluation = crossed.evaluation
     return [crossed] if evaluation is None or not evaluation.places else [crossed, evaluation]
-
-
-GENERATOR = b'<meta name="generator" content="polyfed">'
-"""The tag in the head of every page that polyfed writes. polyfed overwrites only pages that have this tag."""
 
 
 def write_comparison(comparison: Comparison, path: str | Path, proof: Evidence | None = None) -> Path:
@@ -382,7 +376,7 @@ def render(template: str, **context: Any) -> str:
     scripts = [asset("uPlot.iife.min.js"), own]
     hashes = " ".join(f"'sha256-{_sha256(script)}'" for script in scripts)
     return (
-        environment()
+        _environment()
         .get_template(template)
         .render(
             licence=Markup(asset("uPlot.LICENSE")),
@@ -395,49 +389,11 @@ def render(template: str, **context: Any) -> str:
 
 
 @cache
-def environment() -> Environment:
-    """The jinja environment: it escapes every value, and an undefined name is an error."""
-    made = Environment(
-        loader=PackageLoader("polyfed.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    made.policies["json.dumps_kwargs"] = {"sort_keys": False}  # the order of the modalities determines their colours
+def _environment() -> Environment:
+    made = environment()
     made.filters |= {"number": words.number_of, "moment": words.moment_of, "title_of": title_of, "unit_of": unit_of}
     return made
 
 
-@cache
-def asset(name: str) -> str:
-    """A file of the package that is copied into the page unchanged."""
-    return files("polyfed.report").joinpath("assets", name).read_text(encoding="utf-8").strip()
-
-
 def _sha256(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def write_page(path: Path, text: str) -> Path:
-    """Write a page, unless another file has its name.
-
-    Returns:
-        The path of the page.
-
-    Raises:
-        RecipeError: the file exists and is not a page of polyfed, or it cannot be written.
-    """
-    try:
-        if path.is_file() and not _is_report(path):
-            raise RecipeError(f"{path} exists and is no page of polyfed's. Choose another name, or move it away")
-        replace_text(path, text)
-    except OSError as error:
-        raise RecipeError(f"cannot write {path}: {error.strerror or error}. Choose another folder") from None
-    return path
-
-
-def _is_report(path: Path) -> bool:
-    """Whether the head of a file says that polyfed wrote the file."""
-    with path.open("rb") as file:
-        return GENERATOR in file.read(1000)

@@ -25,12 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polyfed.core.errors import CheckpointError
-from polyfed.core.system.files import sync, without_links
-
-try:
-    import fcntl
-except ImportError:  # a check of a recipe runs there, too; devices do not
-    fcntl = None  # type: ignore[assignment]
+from polyfed.core.system.files import lock, sync, without_links
 
 STORE = "device.sqlite3"
 """File in the state folder of a device."""
@@ -242,7 +237,7 @@ class DeviceStore:
             raise CheckpointError(f"{folder} cannot be used: {error}. It must be a folder and no link") from error
         try:
             try:
-                fcntl.flock(number, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(number, wait=wait)
             except BlockingIOError:
                 yield None
                 return
@@ -278,7 +273,7 @@ class DeviceStore:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         draft, folder = self.path.with_name(f".{STORE}.draft"), os.open(self.folder, os.O_RDONLY)
         try:
-            fcntl.flock(folder, fcntl.LOCK_EX)
+            lock(folder)
             if self.begun:  # another process has made it meanwhile
                 return
             draft.unlink(missing_ok=True)

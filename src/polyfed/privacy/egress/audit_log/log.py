@@ -32,16 +32,11 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from polyfed.core.errors import CheckpointError
-from polyfed.core.system.files import AUDIT, PUBLIC_KEY, append_whole, replace_text, sync
+from polyfed.core.system.files import AUDIT, PUBLIC_KEY, append_whole, lock, replace_text, sync
 from polyfed.core.system.json_and_toml import parse_json
 from polyfed.privacy.egress.audit_log import merkle
 from polyfed.privacy.egress.audit_log.keys import of_hex
 from polyfed.privacy.egress.ledger import Entry, lines
-
-try:
-    import fcntl
-except ImportError:  # logs are verified there, too; devices do not run
-    fcntl = None  # type: ignore[assignment]
 
 HEAD, PRIVATE_KEY, LOCK = "audit-head.json", "audit-key.pem", "audit.lock"
 """Names of the files in the same folder as the log."""
@@ -208,7 +203,7 @@ class AuditLog:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder / LOCK).open("w") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
+                lock(file)
                 yield
         finally:
             os.umask(before)
