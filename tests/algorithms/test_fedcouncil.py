@@ -26,6 +26,7 @@ from polyfed.algorithms.personal.fedcouncil import (
     BothModels,
     Council,
     Experts,
+    class_frequencies,
 )
 from polyfed.core import keys
 from polyfed.core.batch import Batch
@@ -40,7 +41,7 @@ from polyfed.federation.aggregation import ServerOptimiser
 from polyfed.training.client_data import ORDER
 from polyfed.training.optimisers import Train
 from refusals import refuses
-from world import AWKWARD, algorithm, played, recipe, same
+from world import AWKWARD, algorithm, furthest, played, recipe, same
 
 ENGINES = ["sequential", "vectorised"]
 TRAIN = Train(lr=0.1, batch_size=16, epochs=2)
@@ -160,6 +161,14 @@ def test_with_everything_off_it_is_fedavg_bit_for_bit(engine: str) -> None:
     assert sizes == own_sizes
 
 
+def test_with_server_momentum_alone_it_is_fedavgm_bit_for_bit() -> None:
+    _, state, _ = played(council(**NOTHING | {"momentum": 0.9, "momentum_lr": 0.5, "anchor": False}))
+    server = ServerOptimiser(optimiser="avgm", momentum=0.9, lr=0.5)
+    _, after, _ = played(recipe(algorithm("fedavg", train=TRAIN, server=server), clients=CLIENTS))
+    assert same(state.params, after.params)
+    assert not state.anchor
+
+
 # ---- its promise
 
 
@@ -256,6 +265,89 @@ def test_a_composed_model_that_diverges_leaves_the_others_as_they_are(engine: st
     assert math.isfinite(state.train_loss)
 
 
+# ---- the placebo of each ingredient
+
+BOTH = ClientsSpec(partition="iid", num=4, validation=0.25)
+
+
+def test_the_momentums_placebo_is_a_second_model_of_fedavg_from_other_batches() -> None:
+    _, state, _ = played(council(placebo="momentum"))
+    _, after, _ = played(recipe(algorithm("fedavg", train=TRAIN), clients=CLIENTS))
+    assert same(state.params, after.params)
+    assert 0 < furthest(state.params, state.anchor) < 1
+
+
+@pytest.mark.parametrize(("placebo", "changed"), [("own", {OWN}), ("adapted", {ADAPTED, ADAPTED_ANCHOR})])
+def test_a_model_replaced_by_its_placebo_leaves_the_others_as_they_are(placebo: str, changed: set[str]) -> None:
+    parts, state, _ = played(council())
+    control, other, _ = played(council(placebo=placebo))
+    assert same(state.params, other.params)
+    assert same(state.anchor, other.anchor)
+    pairs = [(parts.engine.locals[client], own) for client, own in control.engine.locals.items()]
+    for prefix in (OWN, ADAPTED, ADAPTED_ANCHOR):
+        equal = [same(under(prefix, one), under(prefix, two)) for one, two in pairs]
+        assert any(equal) != (prefix in changed)
+        assert all(equal) != (prefix in changed)
+
+
+def test_class_frequencies_are_the_mean_loss_over_all_orders_of_the_labels() -> None:
+    parts = assemble(council())
+    context, w = parts.engine.context(0), parts.initial
+    x, _, _ = rows_of(parts, parts.population.train[0][:6], ("a", "b"))
+    y = torch.tensor([0, 1, 1, 1, 0, 0])
+    batch = Batch(x, y, torch.arange(6), ok=torch.arange(6) < 4)  # two rows are padding
+    orders = [torch.cat([y[list(order)], y[4:]]) for order in itertools.permutations(range(4))]
+    expected = torch.stack([context.loss(w, replace(batch, y=order)) for order in orders]).mean()
+    torch.testing.assert_close(class_frequencies(context, w, batch), expected)
+
+
+def test_blind_predictions_from_a_single_modality_are_the_same_for_all_rows() -> None:
+    parts, state, _ = played(council(placebo="unimodal"))
+    predictor, model = parts.algorithm.predictor, parts.fed.context.model
+    x, y, _ = rows_of(parts, parts.population.train[0], ("a", "b"))
+    batch = Batch(x, y, torch.arange(len(y)))
+    for found, blind in ((predictor, True), (replace(predictor, blind=False), False)):
+        logits = found.singly(model, [state.params], [model.features(state.params, batch)], batch)
+        assert logits.shape[2] == 2
+        assert torch.equal(logits, logits[:1].expand_as(logits)) == blind
+
+
+def test_the_loss_placebo_counts_the_loss_of_all_modalities_again() -> None:
+    """With plain SGD, that is a larger learning rate of the composed model."""
+    options = {"momentum": 0.0, "own": False, "adapted": 0, "clients": BOTH, "modality_loss": 0.5}
+    _, state, _ = played(council(placebo="modality_loss", **options))
+    larger = algorithm("fedavg", train=replace(TRAIN, lr=1.5 * TRAIN.lr))
+    _, after, _ = played(recipe(larger, clients=BOTH))
+    torch.testing.assert_close(dict(state.params), dict(after.params), rtol=1e-5, atol=1e-6)
+    _, real, _ = played(council(**options))
+    assert furthest(real.params, after.params) > 1e-3
+
+
+def test_the_modulations_placebo_scales_all_encoders_by_the_mean_factor() -> None:
+    factors = {}
+    for placebo in ("none", "modulation"):
+        parts = assemble(council(modulation=0.8, placebo=placebo))
+        got = BothModels(parts.initial, parts.initial)
+        directed = parts.algorithm.direction(parts.engine.context(0), None, got, {})
+        grads = {n: torch.ones_like(v) for n, v in parts.initial.items()}
+        out, _ = directed[0](grads, {}, {"a": torch.tensor(3.0), "b": torch.tensor(1.0)}, {})
+        scaled = {m: [float(v.mean()) for n, v in out.items() if n.startswith(f"{m}.") and v.dim() > 1] for m in "ab"}
+        factors[placebo] = {m: values[0] for m, values in scaled.items()}
+    mean = sum(factors["none"].values()) / 2
+    assert factors["none"]["a"] < factors["none"]["b"] == 1.0
+    assert factors["modulation"] == pytest.approx({"a": mean, "b": mean})
+
+
+def test_the_dropouts_placebo_leaves_out_whole_rows_as_often() -> None:
+    method = algorithm("fedcouncil", dropout=0.3, placebo="dropout", train=TRAIN)
+    assert method.local_train.modality_dropout == 0.0
+    rows = torch.arange(2000)
+    ok = rows < 1000
+    kept = method._without_rows(Batch({}, torch.zeros(2000, dtype=torch.int64), rows, ok=ok, key=7)).ok
+    assert not kept[1000:].any()
+    assert float(kept[:1000].float().mean()) == pytest.approx(0.7, abs=0.05)
+
+
 # ---- what leaves, what is refused, how it is used
 
 
@@ -289,6 +381,8 @@ def test_what_has_no_effect_or_cannot_be_is_refused() -> None:
         council(evaluation=Evaluation(every=0, conformal="split"))
     parts = assemble(council(**NOTHING))
     assert set(parts.algorithm.idle_options(parts.fed)) >= {"anchor", "calibrated", "prior", "placebo", "momentum_lr"}
+    without = assemble(council(own=False, placebo="own"))
+    assert "placebo" in without.algorithm.idle_options(without.fed)
     single = assemble(council(clients=replace(CLIENTS, holdings=[["a"], ["b"]])))
     assert set(single.algorithm.idle_options(single.fed)) >= {"modality_loss", "modulation", "dropout", "unimodal"}
 

@@ -106,6 +106,7 @@ def test_the_root_of_an_edge_is_over_what_passed_and_no_other_row(finished: Path
                 {k: v for k, v in row.items() if k not in ("time", "previous", "device_seal")}
                 for row in rows
                 if row.get("client") in one["clients"]
+                and "verdict" in row
                 and (row["destination"] == "server" or row.get("message") == "ToEdge")
             ]
             ordered = sorted((row["round"], row["ask"], row["destination"] != "client", canonical(row)) for row in own)

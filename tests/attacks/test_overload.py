@@ -46,7 +46,7 @@ def test_a_message_of_the_server_that_is_too_large_is_not_sent(tmp_path: Path, m
     monkeypatch.setattr("polyfed.experiment.checks.check.refuse_large", lambda assembly: None)
     with refuses(RecipeError, "to client 0"):
         devices.serve(tmp_path / "run")
-    assert not (tmp_path / "nodes" / "0" / "polyfed-state" / "audit.jsonl").exists()
+    assert b'"verdict"' not in (tmp_path / "nodes" / "0" / "polyfed-state" / "audit.jsonl").read_bytes()
 
 
 def test_a_client_whose_reply_is_too_large_is_left_out_at_once_and_not_asked_again() -> None:

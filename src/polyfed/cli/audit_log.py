@@ -78,7 +78,7 @@ def show_log(
     log: Annotated[
         Path,
         typer.Argument(
-            metavar="LOG", help="State folder of a device, folder of a run, or a proof.", show_default=False
+            metavar="LOG", help="Folder of a device's state, a run or a server, or a proof.", show_default=False
         ),
     ],
     since: Annotated[
@@ -101,7 +101,10 @@ def show_log(
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page that opens offline.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what left a client, and when. The lines are verified first; the exit code is 5 if they do not hold."""
+    """Say what left a client, who enrolled and what was refused, and when.
+
+    The lines are verified first; the exit code is 5 if they do not hold.
+    """
     with deploy.needing_extra("audit-log", linux=False):
         from polyfed.experiment.certificate import answers
     from polyfed.report.pages.log_page import write_log_page
@@ -111,7 +114,7 @@ def show_log(
     if proof is not None:
         replace_text(proof, found.excerpt.proof())
     if html is not None:
-        write_log_page(html, found.title, found.statements, found.rows, found.names)
+        write_log_page(html, found.title, found.statements, found.rows, found.events, found.names)
     written = [f"written: {path}" for path in (proof, html) if path is not None]
     answer(found.content(), *_sums(found), *written, as_json=as_json)
 
@@ -121,6 +124,7 @@ def _sums(found: "LogAnswer") -> list["RenderableType"]:
     from rich.text import Text
 
     from polyfed.report.formatting import bytes_of
+    from polyfed.report.pages.log_page import event_words
     from polyfed.report.text_layout import plain_table, titled
 
     table = plain_table(
@@ -131,7 +135,13 @@ def _sums(found: "LogAnswer") -> list["RenderableType"]:
         words = (who, one["run"] or "enrolment", one["kind"], one["block"], one["destination"], one["verdict"])
         times = (one["first"][:19], one["last"][:19])
         table.add_row(*(Text(str(word)) for word in (*words, *times, one["parts"], bytes_of(one["bytes"]))))
-    return [titled(found.title, table), *found.statements] if found.sums else [found.title, *found.statements]
+    parts: list[RenderableType] = [titled(found.title, table) if found.sums else found.title]
+    if found.events:
+        events = plain_table("time (UTC)", "event", "client", "name", "key", "run", "why", left=7)
+        for event in found.events:
+            events.add_row(*(Text(word) for word in (event["time"][:19], *event_words(event))))
+        parts.append(titled("Enrolments and refusals", events))
+    return [*parts, *found.statements]
 
 
 @polyfed_app.command()

@@ -296,7 +296,7 @@ def server_token(
     dir: Folder,
     name: Annotated[str, typer.Option(metavar="NAME", help="Name of the device. [default: device-NUMBER]")] = "",
     number: Annotated[
-        int | None, typer.Option(metavar="N", help="Its client number. [default: the lowest free one]")
+        int | None, typer.Option(metavar="N", help="Its client number. [default: the lowest free one of the server]")
     ] = None,
     hours: Hours = 24.0,
     address: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where devices reach the server, if changed.")] = "",
@@ -318,6 +318,24 @@ def server_token(
     else:
         made = registration.issue(dir, name, number, hours, address)
         answer(made.facts(), *registration.lines(dir, [made], hours), as_json=as_json)
+
+
+@servers.command("host")
+def server_host(
+    dir: Folder,
+    names: Annotated[
+        list[str], typer.Argument(metavar="NAME...", help="Further names or addresses.", show_default=False)
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Let devices reach the server under further names. They keep their ca.pem, keys and tokens; the server runs on."""
+    from polyfed import deploy
+
+    with deploy.needing_extra("a server"):
+        from polyfed.deploy.server import registration
+    new, token = registration.add_hosts(dir, names)
+    told = f"the certificate in {dir} is now also for {', '.join(new)}" if new else "it is for these names already"
+    answer({"server": str(dir), "added": new}, told, f"tokens with the name: {token}", as_json=as_json)
 
 
 @servers.command("revoke")

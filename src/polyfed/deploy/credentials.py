@@ -98,8 +98,6 @@ def _write_server(folder: Path, hosts: Sequence[str]) -> None:
 def check_server(folder: Path, there: Sequence[str], hosts: Sequence[str] = ()) -> None:
     """Refuse an invalid server certificate.
 
-    A certificate for other hosts needs a new authority.
-
     Args:
         folder: folder of the credentials.
         there: the files of `SERVER` that exist in the folder.
@@ -119,9 +117,9 @@ def check_server(folder: Path, there: Sequence[str], hosts: Sequence[str] = ()) 
     until = certificate.not_valid_after_utc
     if until < datetime.now(UTC):
         raise RecipeError(f"{folder}/server.pem expired on {until:%Y-%m-%d}. {fix}")
-    known = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    if lacking := [host for host in hosts if _host(host) not in known]:
-        raise RecipeError(f"{folder}/server.pem is not for {', '.join(lacking)}. {fix}")
+    if lacking := [host for host in hosts if _host(host) not in _names_in(certificate)]:
+        add = command("server", "host", folder, *lacking)
+        raise RecipeError(f"{folder}/server.pem is not for {', '.join(lacking)}. Add it; devices keep theirs: {add}")
 
 
 def renewed(folder: Path) -> datetime | None:
@@ -136,6 +134,51 @@ def renewed(folder: Path) -> datetime | None:
     if not all((folder / name).is_file() for name in (*SERVER, AUTHORITY_KEY)) or days_left(folder) > RENEWED_DAYS:
         return None
     try:
+        return _resigned(folder, ())
+    except RecipeError as error:
+        raise RecipeError(
+            f"{folder}/server.pem ends soon and cannot be renewed: {error}. Restore it from a copy, or move "
+            f"{', '.join((*SERVER, AUTHORITY_KEY))} elsewhere and write new ones, and give every device the new ca.pem"
+        ) from None
+
+
+def add_hosts(folder: Path, hosts: Sequence[str]) -> list[str]:
+    """Make the server's certificate valid for further names, and return those that are new.
+
+    The authority and the server's key stay, so that devices, their tokens and a running server go on.
+
+    Raises:
+        RecipeError: a host is neither a name nor an address, a file is missing or damaged, or `ca.key` is elsewhere.
+    """
+    for host in hosts:
+        _check_host(host)
+    check_server(folder, [name for name in SERVER if (folder / name).exists()])
+    if not (folder / AUTHORITY_KEY).is_file():
+        raise RecipeError(
+            f"{folder / AUTHORITY_KEY} is not there, and only this key of the authority signs another name. Put it "
+            "back for this command"
+        )
+    known = _names_in(x509.load_pem_x509_certificate((folder / "server.pem").read_bytes()))
+    new = [host for host in dict.fromkeys(hosts) if _host(host) not in known]
+    if new:
+        try:
+            _resigned(folder, new)
+        except RecipeError as error:
+            raise RecipeError(f"{folder}/server.pem cannot be signed again: {error}. Restore it from a copy") from None
+    return new
+
+
+def _names_in(certificate: x509.Certificate) -> x509.SubjectAlternativeName:
+    return certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+
+
+def _resigned(folder: Path, hosts: Sequence[str]) -> datetime:
+    """Write a new certificate for the server's key, with its names and these. Return its end.
+
+    Raises:
+        RecipeError: a file is damaged, or `ca.key` is not the key of `ca.pem`.
+    """
+    try:
         authority, key = (
             load_pem_private_key((folder / name).read_bytes(), None) for name in (AUTHORITY_KEY, "server.key")
         )
@@ -144,13 +187,10 @@ def renewed(folder: Path) -> datetime | None:
             raise ValueError(f"{AUTHORITY_KEY} is not the key of ca.pem")
         assert isinstance(authority, ec.EllipticCurvePrivateKey), "the key of a certificate that polyfed signed"
         assert isinstance(key, ec.EllipticCurvePrivateKey), "likewise"
-        known = old.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        known = x509.SubjectAlternativeName([*_names_in(old), *map(_host, hosts)])
         new = _certificate(authority, ca, key, old.subject, known, DAYS)
     except (ValueError, TypeError) as error:
-        raise RecipeError(
-            f"{folder}/server.pem ends soon and cannot be renewed: {error}. Restore it from a copy, or move "
-            f"{', '.join((*SERVER, AUTHORITY_KEY))} elsewhere and write new ones, and give every device the new ca.pem"
-        ) from None
+        raise RecipeError(str(error)) from None
     replace_text(folder / "server.pem", new.public_bytes(Encoding.PEM).decode())
     return new.not_valid_after_utc
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from polyfed.algorithms import NAMED
 from polyfed.algorithms.evaluate import Evaluate
-from polyfed.core.errors import BadReply, EgressError, NotAllowed, PolyfedError
-from polyfed.core.registry import only
+from polyfed.core.errors import BadReply, EgressError, NotAllowed, PolyfedError, counted
+from polyfed.core.registry import name_of, only
 from polyfed.core.system.files import PUBLIC_KEY
 from polyfed.core.system.mapping import on_disk
 from polyfed.core.tree import clone
@@ -144,7 +145,27 @@ class Deployed:
             return reason(FAILED, _request_id(packet), f"{who}: {fault}; its own log says why")
         if reply.header.get("verdict") in (REFUSED, FAILED):
             log_problem(str(reply.header["reason"]))
+        if reply.header.get("verdict") == REFUSED:
+            try:
+                self._book_refusal(reply, config)
+            except Fault as fault:
+                log_fault(who, fault, _folder_in(config))
+                return reason(FAILED, _request_id(packet), f"{who}: {fault}; its own log says why")
         return reply
+
+    def _book_refusal(self, reply: Packet, config: Mapping[str, Any]) -> None:
+        """Write a refusal to the device's audit log, before the server hears of it.
+
+        Raises:
+            Fault: the log cannot be written.
+        """
+        with blamed("its audit log cannot be written"):
+            node: NodeConfig = build(WHERE, NodeConfig, config)
+            _book(node, "refused", str(reply.header["reason"]), self._recipe(), _request_id(reply))
+
+    def _recipe(self) -> str:
+        """The SHA-256 of the recipe that came with the request."""
+        return hashlib.sha256(self.recipe_path.read_bytes()).hexdigest()
 
     def _answer(self, packet: Packet, config: Mapping[str, Any]) -> Packet:
         with blamed(f"its table {WHERE} is not valid"):
@@ -187,12 +208,11 @@ class Deployed:
             check_held(node, recipe)
             population = population_on(node, recipe, facts, vet, limits.value("min_rows_per_class") or 0)
         if facts is None:
-            with blamed("its audit log cannot be written"):
-                if AuditLog(node.folder).prepare():
-                    log(f"made the key of the audit log; keep a copy of {node.folder / PUBLIC_KEY} elsewhere")
             answer = enrolment(population, policy, node.client, limits, task_of(recipe), evaluated=terms.evaluation)
             with blamed("its audit log cannot be written"):
-                _book_enrolment(answer, node, population)
+                if answer.header.get("verdict") == ENROLLED:
+                    _book_told(node, population)
+                    _book(node, "enrolled", _what_for(recipe), self._recipe())
             return answer
         with blamed("it cannot build the model"):
             runtime = runtime_of(
@@ -237,14 +257,37 @@ def policy_digest(node: NodeConfig) -> str:
     return hashlib.sha256(node.rules.text).hexdigest() if node.rules.path else ""
 
 
-def _book_enrolment(answer: Packet, node: NodeConfig, population: Population) -> None:
+def _book_told(node: NodeConfig, population: Population) -> None:
     """Write what an enrolment tells about columns to the device's audit log, before it leaves.
 
     The device does not know the name of the run yet, so these rows have none.
     """
-    if answer.header.get("verdict") == ENROLLED and population.told and population.told[node.client]:
+    if population.told and population.told[node.client]:
         parts, hashes = parts_of(population.told[node.client])
-        AuditLog(node.folder).append([entry_of((node.client,), parts, hashes)], NO_RUN)
+        _audit_of(node).append([entry_of((node.client,), parts, hashes)], NO_RUN)
+
+
+def _audit_of(node: NodeConfig) -> AuditLog:
+    """Return the audit log of a device, whose key is made if there is none."""
+    result = AuditLog(node.folder)
+    if result.prepare():
+        log(f"made the key of the audit log; keep a copy of {node.folder / PUBLIC_KEY} elsewhere")
+    return result
+
+
+def _book(node: NodeConfig, event: str, why: str, recipe: str, request: RequestId | None = None) -> None:
+    """Write an enrolment or a refusal to the device's audit log."""
+    place: dict[str, Any] = {"run": NO_RUN}
+    if request is not None:
+        place = {"run": request.run, "round": request.round, "ask": request.request}
+    told = {"event": event, **place, "client": node.client, "recipe": recipe, "why": why}
+    _audit_of(node).note([told])
+
+
+def _what_for(recipe: Recipe) -> str:
+    """Return in what a device has enrolled, in a sentence."""
+    purpose = f" for {recipe.deployment.purpose}" if recipe.deployment.purpose else ""
+    return f"{name_of(recipe.algorithm, NAMED)} over {counted(recipe.rounds, 'round', 'rounds')}{purpose}"
 
 
 def _folder_in(config: Mapping[str, Any]) -> Path | None:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from polyfed.engines.protocol import ENROLLED, FAILED, REPLY, Patience, hello, one_line
+from polyfed.core.errors import BadReply
+from polyfed.engines.protocol import ENROLLED, FAILED, REFUSED, REPLY, Patience, RequestId, hello, one_line
 from polyfed.federation.wire.wire_format import Packet
 from polyfed.transport.carried import Carried
 
@@ -123,6 +124,7 @@ class PatientTransport(ABC):
         joined: returns the client number of each device that joined with a token, by the fingerprint of its key.
         renewed: returns the present key of each device that has replaced its key, by the fingerprint of every old one.
         registered: returns the present keys of all devices that the server knows; none if it does not know.
+        noted: called with the enrolments and refusals that have come: the events of an audit log.
         limit: size in bytes of the largest reply that the transport fetches.
         rounds_left: number of rounds that the run still has, which `hello` tells the nodes; 1 if it is not known.
         run: the name of the run if it goes on, which `hello` tells the nodes; empty if the run is new.
@@ -137,6 +139,7 @@ class PatientTransport(ABC):
     joined: Callable[[], Mapping[str, int]] = dict
     renewed: Callable[[], Mapping[str, str]] = dict
     registered: Callable[[], Collection[str]] = tuple
+    noted: Callable[[Sequence[Mapping[str, Any]]], None] = lambda events: None
     limit: int = 2**29
     rounds_left: int = 1
     run: str = ""
@@ -424,6 +427,8 @@ class PatientTransport(ABC):
         self._overdue = {identity: entry for identity, entry in self._overdue.items() if entry[1] > now}
         wanted = [*run.waiting, *self._overdue]
         came = self.pull(wanted, self.limit)
+        if events := [event for found in came if (event := self._refusal_in(found)) is not None]:
+            self.noted(events)
         for found in came:
             late, _ = self._overdue.pop(found.identity, (None, 0.0))
             if late is not None and not found.failed:
@@ -443,6 +448,18 @@ class PatientTransport(ABC):
             self._misses.pop(client, None)
             self._skip.pop(client, None)
         return bool(came)
+
+    def _refusal_in(self, found: Arrived) -> dict[str, Any] | None:
+        """Return the event of a request that a device has refused, or None if it has not."""
+        if isinstance(found.packet, str) or found.packet.header.get("verdict") != REFUSED:
+            return None
+        told: dict[str, Any] = {"event": "refused", "device": self.device_of(found.node)}
+        try:
+            of = RequestId.read(found.packet.header)
+            told |= {"client": of.client, "run": of.run, "round": of.round}
+        except BadReply:  # the device did not read the request as one
+            pass
+        return told | {"why": one_line(found.packet.header.get("reason"))}
 
     def _reachable(self, packets: Mapping[int, Packet], again: dict[int, str], seconds: float) -> dict[int, Packet]:
         """Return the packets that can be sent again now. A client may have enrolled again from another node."""
@@ -471,7 +488,7 @@ class PatientTransport(ABC):
 
     def _greeted(self) -> list[Packet]:
         """Return the new answers to requests to enrol. A refused enrolment gets the verdict `failed`."""
-        answers = []
+        answers, events = [], []
         for found in self.pull(list(self._enrolling), LARGEST_ENROLMENT):
             asked = self._enrolling.pop(found.identity)
             if found.lost:
@@ -482,11 +499,20 @@ class PatientTransport(ABC):
             self._answered.add(asked)
             said = found.packet
             packet = Packet({"verdict": FAILED, "reason": said}) if isinstance(said, str) else said
-            if packet.header.get("verdict") == ENROLLED:
-                node = found.node
-                if flaw := self.vet(packet, self.device_of(node)) or self._place(packet.header.get("client"), node):
+            client, device, flaw = packet.header.get("client"), self.device_of(found.node), ""
+            if (verdict := packet.header.get("verdict")) == ENROLLED:
+                if flaw := self.vet(packet, device) or self._place(client, found.node):
                     packet = Packet({"verdict": FAILED, "reason": one_line(flaw)})
+                else:
+                    events.append({"event": "enrolled", "client": client, "device": device})
+            if flaw or verdict == REFUSED:
+                why = one_line(flaw or packet.header.get("reason"))
+                client = client if type(client) is int else self.joined().get(device)
+                whose = {} if client is None else {"client": client}
+                events.append({"event": "refused", **whose, "device": device, "why": why})
             answers.append(packet)
+        if events:
+            self.noted(events)
         return answers
 
     def _place(self, client: Any, node: Node) -> str:

@@ -14,7 +14,7 @@ import ssl
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from ipaddress import ip_address, ip_network
 from pathlib import Path
@@ -28,7 +28,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route, Router
 from typing_extensions import override
 
-from polyfed.core.errors import RecipeError
+from polyfed.core.errors import PolyfedError, RecipeError
 from polyfed.core.system.files import lock
 from polyfed.core.system.json_and_toml import parse_json
 from polyfed.core.system.log_lines import LogLines, logger_of
@@ -36,6 +36,7 @@ from polyfed.transport.carried import Meter
 from polyfed.transport.connection import FULL
 from polyfed.transport.logins import Keys, Logins, fingerprint, has_signed, renewal_text
 from polyfed.transport.queue import ANSWERED, OPEN, REQUEST, SERVER, Bell, Queue, Waiting
+from polyfed.transport.refusals import Refusals
 from polyfed.transport.tokens import LARGEST_RECIPE, Entry, NotJoined, Register, joining_text, public_line
 from polyfed.transport.web import Chain, Listener, MeasuredFile, Peer, public_config, refuse
 
@@ -98,7 +99,7 @@ class Hub:
     ) -> None:
         self.queue, self.logins, self.certificates, self.register = queue, Logins(keys), certificates, register
         self.admit, self.hang_up, self.unsent, self.meter = admit, hang_up, unsent, Meter()
-        self.ended = False
+        self.ended, self.refusals = False, Refusals(self._note)
         self.online: dict[str, float] = {}  # device -> time of its last contact
         self._calls: Counter[str] = Counter()  # calls of each device that go on
         self._wake: dict[str, asyncio.Event] = {}  # device -> its call waits for a request
@@ -141,7 +142,7 @@ class Hub:
                 await self._answered(scope, receive, send)
         except HTTPException as error:
             await refuse(send, error.status_code, error.detail)
-        except (OSError, sqlite3.Error, RuntimeError) as error:  # a full disk, a file that is gone; devices try again
+        except (OSError, sqlite3.Error, RuntimeError, PolyfedError) as error:  # a full disk, ...; devices try again
             LOGGER.warning("a call failed: %s", error)
             full = getattr(error, "errno", 0) in FULL or getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_FULL
             with suppress(RuntimeError):  # the answer has begun
@@ -217,6 +218,7 @@ class Hub:
         if self.logins.crowded(device):
             raise HTTPException(429, "this device has logged in too often")
         if not (token := self.logins.enter(device, challenge, signature, self.certificates())):
+            self.refusals.add(f"login: {UNKNOWN_KEY}", device)
             raise HTTPException(403, UNKNOWN_KEY)
         self._confirm(device)
         return JSONResponse({"token": token})
@@ -234,6 +236,7 @@ class Hub:
         new = fingerprint(line) if line else ""
         texts = [renewal_text(challenge, old, new, seen) for seen in self.certificates()]
         if not self.logins.signed(old, challenge, told["signature"], texts):
+            self.refusals.add(f"renewal: {UNKNOWN_KEY}", old)
             raise HTTPException(403, UNKNOWN_KEY)
         if self._confirm(old):
             self.logins.end(device := self.logins.keys.device(old))  # also of whoever has logged in with the old key
@@ -241,6 +244,7 @@ class Hub:
                 self._wake[device].set()
         if line:
             if not any(has_signed(key, text, told.get("proof", "")) for text in texts):
+                self.refusals.add("renewal: the new key has not signed", new)
                 raise HTTPException(400, "the new key has not signed")
             self._take_key(old, new, line)
         return JSONResponse({"device": self.logins.keys.device(old)})
@@ -253,11 +257,12 @@ class Hub:
         """
         self.logins.keys.look()
         path = self.logins.keys.file_of(old)
-        if path is None or new in self.logins.keys.known.keys() - self.logins.keys.pending:
-            raise HTTPException(409, "the server knows this key already")
         try:
+            if path is None or new in self.logins.keys.known.keys() - self.logins.keys.pending:
+                raise NotJoined("known")
             self.register.renew(self.logins.keys.device(old), path.stem, line)
         except NotJoined:
+            self.refusals.add("renewal: the server knows this key already", new)
             raise HTTPException(409, "the server knows this key already") from None
         self.logins.keys.look()
         LOGGER.info("the device with the key %s renews it; its next key is %s", old, new)
@@ -281,6 +286,7 @@ class Hub:
         """Tell the holder of a token what it gives, or register the public key that comes with it."""
         if self._tries(address := _address(call)) < 1:
             raise HTTPException(429, "too many failed tries from this address")
+        words = dict[str, str]()
         try:
             words = await _words(call, "secret")
             entry = self._entered(words, bytes.fromhex(words["secret"]))
@@ -291,6 +297,8 @@ class Hub:
             for old in list(self._failed)[:-MOST_ADDRESSES]:
                 del self._failed[old]
             if isinstance(error, NotJoined):
+                number, name = (None, "") if error.entry is None else (error.entry.number, error.entry.name)
+                self.refusals.add(f"token: {error}", _fingerprint_in(words), number, name)
                 return JSONResponse({"refused": str(error)}, 403)
             raise error if isinstance(error, HTTPException) else HTTPException(400, "this is no call to join") from None
         recipe = self.logins.keys.folder / "recipe.toml"
@@ -317,6 +325,13 @@ class Hub:
         self.logins.keys.look()
         LOGGER.info("device %d, %s, has joined with the key %s", entry.number, entry.name, entry.key)
         return entry
+
+    def _note(self, events: Sequence[dict[str, Any]]) -> None:
+        """Write refusals to the register's log. A call is refused also if they cannot be written."""
+        try:
+            self.register.note(events)
+        except (OSError, sqlite3.Error, PolyfedError) as error:
+            LOGGER.warning("refusals are not in the log: %s", error)
 
     def _tries(self, address: str) -> float:
         """Return how often an address may fail now."""
@@ -532,6 +547,14 @@ async def _words(call: Request, *needed: str) -> dict[str, str]:
         raise HTTPException(400, "the body does not have the words that this call needs") from error
 
 
+def _fingerprint_in(words: dict[str, str]) -> str:
+    """Return the fingerprint of the key with which somebody would join, or "" if there is none."""
+    try:
+        return fingerprint(public_line(words["key"])[0])
+    except (ValueError, KeyError):
+        return ""
+
+
 def _address(call: Request) -> str:
     """Return what one caller has alone: an address of IPv4, or a network of IPv6."""
     address = ip_address((call.client.host if call.client is not None else "::").partition("%")[0])
@@ -601,19 +624,20 @@ class HubServer:
         self.credentials, self.daily = credentials, daily
         queue = Queue(credentials / "queue")
         self._lock = open(queue.folder / "server.lock", "wb")  # noqa: SIM115  for the life of the server
-        try:
-            lock(self._lock, wait=False)
+        with ExitStack() as failed:
+            failed.callback(self._lock.close)
+            try:
+                lock(self._lock, wait=False)
+            except BlockingIOError:
+                raise RecipeError(f"another server uses {credentials}; end it first") from None
+            self.register, self._keys = Register(credentials), frozenset[str]()
+            failed.callback(self.register.close)
+            self.register.settle()
             self.socket = Listener(host, port)  # now, so that the command ends if the port is taken
-        except BlockingIOError:
-            self._lock.close()
-            raise RecipeError(f"another server uses {credentials}; end it first") from None
-        except RecipeError:
-            self._lock.close()
-            raise
+            failed.pop_all()
         self.bell = Bell(queue.bell(SERVER))
         queue.nobody_is_online()
         queue.tidy()
-        self.register = Register(credentials)
         keys = Keys(credentials, self.register.renewals)
         keys.look()
         self.seen = [_certificate(credentials)]
@@ -641,6 +665,7 @@ class HubServer:
             asyncio.run(self._serve())
         finally:
             self.hub.queue.mark(dict.fromkeys(self.hub.online, False))
+            self.hub.refusals.end()
             self.bell.close()
             self.hub.queue.close()
             self.register.close()
@@ -674,6 +699,9 @@ class HubServer:
                 if (certificate := _certificate(self.credentials)) not in self.seen:
                     self.seen = [*self.seen[-1:], certificate]  # a connection may be of the time before a renewal
                 self.hub.logins.keys.look()
+                if (known := frozenset(self.hub.logins.keys.known)) != self._keys:
+                    self._keys = known
+                    self.register.settle()
                 if time.monotonic() - tidied > TIDY_SECONDS:
                     tidied = time.monotonic()
                     self.hub.queue.tidy()

@@ -13,7 +13,8 @@ import secrets
 import sqlite3
 import time
 from binascii import Error as Base64Error
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -22,11 +23,26 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
 
-from polyfed.core.errors import RecipeError, command, did_you_mean
+from polyfed.core.errors import PolyfedError, RecipeError, command, did_you_mean
 from polyfed.core.system.files import replace_text, sync, without_links
 from polyfed.transport.connection import host_and_port
 from polyfed.transport.logins import Renewal, fingerprint, replaced_keys
 from polyfed.transport.queue import at_once
+from polyfed.transport.register_log import (
+    COLUMNS,
+    DEVICES,
+    FILES,
+    GONE,
+    LOOSE,
+    RENEWALS,
+    REPLACED,
+    SETTINGS,
+    RegisterLog,
+    Table,
+    digest,
+    of_kind,
+    refuse_difference,
+)
 
 PREFIX = "polyfed-join-"
 """The beginning of every token, by which people and scanners for leaked secrets know one."""
@@ -176,7 +192,15 @@ class Entry(NamedTuple):
 
 
 class NotJoined(Exception):
-    """The server registers no key for this call. The text is one of the words of `polyfed.transport.joining.WHY`."""
+    """The server registers no key for this call. The text is one of the words of `polyfed.transport.joining.WHY`.
+
+    Attributes:
+        entry: the device whose token it was, if there is one.
+    """
+
+    def __init__(self, why: str, entry: Entry | None = None) -> None:
+        super().__init__(why)
+        self.entry = entry
 
 
 _FIELDS = ", ".join(Entry._fields)
@@ -190,11 +214,20 @@ CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value TEXT NOT NULL)
 CREATE TABLE IF NOT EXISTS renewals (
     key TEXT PRIMARY KEY, device TEXT NOT NULL, name TEXT NOT NULL, since REAL NOT NULL
 );
+CREATE TABLE IF NOT EXISTS files (name TEXT PRIMARY KEY, key TEXT NOT NULL, state TEXT NOT NULL);
 """
+
+_KEYS = {DEVICES: "token", RENEWALS: "key", SETTINGS: "name", FILES: "name"}
+"""The first column of each table."""
+
+LOG_KEY = "log"
+"""The setting with the key of the register's log, so that no other log passes for it."""
 
 
 class Register:
     """The register of a server. The web server and the commands of its operator use it at the same time.
+
+    Every change is in the register's signed log before it holds (`polyfed.transport.register_log`).
 
     Args:
         folder: the credentials; the public keys `NAME.pub` lie there, and this file decides nothing about a key: one
@@ -205,7 +238,7 @@ class Register:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.path = folder, folder / REGISTER
+        self.folder, self.path, self.log = folder, folder / REGISTER, RegisterLog(folder)
         try:
             os.close(without_links(str(self.path), os.O_RDWR | os.O_CREAT, 0o600))  # only this user reads it
             self._rows = sqlite3.connect(self.path, LOCK_SECONDS, isolation_level=None, check_same_thread=False)
@@ -216,6 +249,138 @@ class Register:
     def close(self) -> None:
         """Close the file."""
         self._rows.close()
+
+    def check(self) -> None:
+        """Compare the register with its log.
+
+        Raises:
+            RecipeError: somebody has changed a row, or the log is gone. The text names the row.
+            PolyfedError: the log is damaged.
+        """
+        if not self._is_signed(self._table()):  # so it is also while another process writes
+            with at_once(self._rows):
+                self._signed()
+
+    def settle(self) -> None:
+        """Write into the log which key files have come or gone by other hands than polyfed's."""
+        with self._changing():
+            pass
+
+    def note(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Write events, such as refusals, to the log.
+
+        Raises:
+            PolyfedError, OSError: the register was changed, or the log cannot be written.
+        """
+        with self._changing(events):
+            pass
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Make all changes of the block at once, or none."""
+        with self._changing():
+            yield
+
+    @contextmanager
+    def _changing(self, events: Sequence[Mapping[str, Any]] = ()) -> Iterator[None]:
+        """Make all writes of the block at once, with a line in the log for each, or none if the block or a line fails.
+
+        If the process is killed between the log and the register, the next use makes the register what the log says.
+        A block within another one is a part of it.
+        """
+        if self._rows.in_transaction:
+            yield
+            return
+        with at_once(self._rows):
+            before = self._signed()
+            if not self.log.begun or LOG_KEY not in self._settings():
+                self._rows.execute("INSERT OR REPLACE INTO settings VALUES (?, ?)", (LOG_KEY, self.log.begin()))
+            yield
+            self._note_files()
+            after = self._table()
+            if events or after != before:
+                self.log.note(before, after, events)
+
+    def _is_signed(self, table: Table) -> bool:
+        """Return whether the newest line of the log signs this register. One that has never been signed is."""
+        key = table.get(f"{SETTINGS} {LOG_KEY}")
+        if not self.log.begun or key is None:
+            return not self.log.begun and key is None
+        return key == [self.log.key()] and digest(table) == self.log.digest()
+
+    def _signed(self) -> Table:
+        """Return the register as its log signs it; an empty one if there is no log yet.
+
+        Raises:
+            RecipeError, PolyfedError: see `check`.
+        """
+        table = self._table()
+        if self._is_signed(table):
+            return table if self.log.begun else {}
+        if not self.log.begun:
+            raise RecipeError(
+                f"the signed log of {self.path} is gone: {self.log.folder}. Restore this folder from a copy"
+            )
+        key = table.get(f"{SETTINGS} {LOG_KEY}")
+        if key not in (None, [self.log.key()]):
+            raise RecipeError(
+                f"{self.path} was changed by somebody else than polyfed, or is not that of the log in "
+                f"{self.log.folder}: their keys differ. Restore the one that was changed from a copy"
+            )
+        before, now = self.log.told()
+        if now.get(f"{SETTINGS} {LOG_KEY}") != [self.log.key()]:
+            raise RecipeError(
+                f"the log in {self.log.folder} is not signed with the key with which it began. Restore it from a copy"
+            )
+        rows = {place: row for place, row in now.items() if place != f"{SETTINGS} {LOG_KEY}"}
+        adopted = not before and table == rows  # killed when the log of an older register began
+        if table and table != before and not adopted:
+            refuse_difference(self.path, table, now)
+        for kind, columns in COLUMNS.items():
+            marks = ", ".join("?" * (len(columns) + 1))
+            self._rows.execute(f"DELETE FROM {kind}")
+            written = [[place.partition(" ")[2], *now[place]] for place in of_kind(now, kind)]
+            self._rows.executemany(f"INSERT INTO {kind} VALUES ({marks})", written)
+        return self._table()
+
+    def _table(self) -> Table:
+        """Return all rows as the log names them."""
+        result = Table()
+        for kind, columns in COLUMNS.items():
+            names = ", ".join((_KEYS[kind], *columns))
+            for key, *values in self._rows.execute(f"SELECT {names} FROM {kind} ORDER BY rowid"):
+                result[f"{kind} {key}"] = values
+        return result
+
+    def _settings(self) -> dict[str, str]:
+        return dict(self._rows.execute("SELECT name, value FROM settings"))
+
+    def _note_files(self) -> None:
+        """Note key files that somebody has added, replaced, deleted or put back by hand."""
+        renewals, found = self.renewals(), dict[str, str]()
+        for path in self.folder.glob("*.pub"):
+            found[path.stem] = ""
+            with suppress(OSError, ValueError, IndexError):  # no key: the web server's log says so
+                found[path.stem] = fingerprint(path.read_bytes())
+        known = {name: (key, state) for name, key, state in self._rows.execute("SELECT name, key, state FROM files")}
+        now, strange = replaced_keys(renewals), dict[str, tuple[str, str]]()
+        next_of = {(one.device, one.key) for one in renewals if not one.since}
+        for row in self._rows.execute(f"SELECT {_FIELDS} FROM devices WHERE key != '' AND ended = 0").fetchall():
+            entry = Entry(*row)
+            key = found.pop(entry.name, None)
+            if key == "":  # it is being written, or no key: nothing new is known
+                strange |= {entry.name: known[entry.name]} if entry.name in known else {}
+            elif key != now.get(entry.key, entry.key) and (entry.key, key) not in next_of:
+                strange[entry.name] = (entry.key, GONE) if key is None else (key, REPLACED)
+        for one in renewals:
+            if not one.since:
+                found.pop(f"{one.name}.next", None)
+        strange |= {name: (key, LOOSE) for name, key in found.items() if key}
+        for name in known.keys() | strange.keys():
+            if known.get(name) != strange.get(name):
+                self._rows.execute("DELETE FROM files WHERE name = ?", (name,))
+                if name in strange:
+                    self._rows.execute("INSERT INTO files VALUES (?, ?, ?)", (name, *strange[name]))
 
     def entries(self) -> list[Entry]:
         """Return all devices by number, the newest last."""
@@ -228,7 +393,12 @@ class Register:
         return entry._replace(ended=entry.joined) if gone else entry
 
     def numbers(self) -> dict[str, int]:
-        """Return the number of each device that has joined, by the fingerprint of its present key."""
+        """Return the number of each device that has joined, by the fingerprint of its present key.
+
+        Raises:
+            PolyfedError: see `check`.
+        """
+        self.check()
         now = self.replaced()
         return {now.get(one.key, one.key): one.number for one in self.entries() if one.state == JOINED}
 
@@ -258,13 +428,26 @@ class Register:
             host_and_port(new)
         return self._setting("address", new)
 
-    def silo(self, new: int = -1) -> int:
-        """Return the silo of which this server is the edge, or -1 for none; keep a new number."""
+    def silo(self, new: int = -1, devices: int = 0) -> int:
+        """Return the silo of which this server is the edge, or -1 for none.
+
+        Args:
+            new: a new number to keep.
+            devices: the number of devices of each silo.
+        """
+        if new >= 0:
+            self._setting("devices", str(devices))
         return int(self._setting("silo", str(new) if new >= 0 else "") or -1)
 
+    def _own_numbers(self) -> range:
+        """Return the numbers that devices of this server may have: at the edge of a silo, those of the silo."""
+        silo, devices = self.silo(), int(self._setting("devices", "") or 0)
+        return range(silo * devices, (silo + 1) * devices) if silo >= 0 and devices else range(MOST_NUMBER)
+
     def _setting(self, name: str, new: str) -> str:
-        if new:
-            self._rows.execute("INSERT OR REPLACE INTO settings VALUES (?, ?)", (name, new))
+        if new and self._settings().get(name) != new:
+            with self._changing():
+                self._rows.execute("INSERT OR REPLACE INTO settings VALUES (?, ?)", (name, new))
         row = self._rows.execute("SELECT value FROM settings WHERE name = ?", (name,)).fetchone()
         return "" if row is None else str(row[0])
 
@@ -273,7 +456,7 @@ class Register:
 
         Args:
             name: its name; "" for `device-NUMBER`.
-            number: its client number; None for the lowest that nobody has.
+            number: its client number; None for the lowest that nobody has; at the edge of a silo, one of the silo.
             hours: how long the token is valid.
 
         Raises:
@@ -285,10 +468,9 @@ class Register:
             raise RecipeError(f"--number {number}: clients are numbered from 0, and below {MOST_NUMBER:,}")
         check_name(name or "device")
         secret = secrets.token_bytes(SECRET)
-        with at_once(self._rows):
+        with self._changing():
             taken = [one for one in self.entries() if one.state in (OPEN, JOINED)]
-            used = {one.number for one in taken}
-            number = next(n for n in range(len(used) + 1) if n not in used) if number is None else number
+            number = self._free_number(number, {one.number for one in taken})
             entry = Entry(digest_of(secret), number, name or f"device-{number}", time.time() + 3600 * hours)
             for one in taken:
                 if (clash := one.number == number) or one.name == entry.name:
@@ -306,6 +488,26 @@ class Register:
             self._rows.execute(f"INSERT INTO devices VALUES ({marks})", entry)
         return secret, entry
 
+    def _free_number(self, wanted: int | None, used: Collection[int]) -> int:
+        """Return the number of a new device.
+
+        Raises:
+            RecipeError: the edge of a silo has no such number, or none is free.
+        """
+        own, silo = self._own_numbers(), self.silo()
+        theirs = f"the devices of silo {silo} have the numbers {own[0]} to {own[-1]}, and later ones are of other silos"
+        if silo >= 0 and wanted is None and own == range(MOST_NUMBER):
+            raise RecipeError(
+                f"an older polyfed made {self.folder}, and says not how many devices silo {silo} has. Give the number "
+                "of the new one: --number N"
+            )
+        if wanted is not None and wanted not in own:
+            raise RecipeError(f"--number {wanted}: {theirs}")
+        if wanted is None and all(number in used for number in own):
+            revoke, token = (command("server", verb, self.folder) for verb in ("revoke", "token"))
+            raise RecipeError(f"{theirs}. All are taken; to replace a device: {revoke} NAME, then {token}")
+        return next(number for number in own if number not in used) if wanted is None else wanted
+
     def revoke(self, who: str) -> Entry | str:
         """Take a device's key away, or withdraw its token. It is refused from its next call on.
 
@@ -318,7 +520,7 @@ class Register:
         Raises:
             RecipeError: there is no such device.
         """
-        with at_once(self._rows):
+        with self._changing():
             mine = [one for one in self.entries() if one.state in (OPEN, LATE, JOINED)]
             result = next((one for one in reversed(mine) if who in (one.name, str(one.number))), None)
             files = {path.stem: path for path in self.folder.glob("*.pub")}
@@ -352,7 +554,7 @@ class Register:
         entry = self._entry(row)
         if entry.state == OPEN or (entry.state == JOINED and entry.key == key):
             return entry
-        raise NotJoined({JOINED: "used", LATE: "late"}.get(entry.state, "revoked"))
+        raise NotJoined({JOINED: "used", LATE: "late"}.get(entry.state, "revoked"), entry)
 
     def enter(self, secret: bytes, line: bytes, known: bool) -> Entry:
         """Register the key of a device.
@@ -366,19 +568,30 @@ class Register:
             NotJoined: see `find`; or the key is that of another device, or a file has the name.
             OSError: the key cannot be written; then the token is unused.
         """
+        written = list[Path]()
+        try:
+            return self._entered(secret, line, known, written)
+        except (OSError, PolyfedError):  # the log cannot be written, so the key does not count
+            for path in written:
+                path.unlink(missing_ok=True)
+            raise
+
+    def _entered(self, secret: bytes, line: bytes, known: bool, written: list[Path]) -> Entry:
+        """Register the key of a device, and add its file to `written`; see `enter`."""
         key, now = fingerprint(line), time.time()
-        with at_once(self._rows):  # two that hold one token come one after the other
+        with self._changing():  # two that hold one token come one after the other
             entry = self.find(secret, key)
             path = self._key(entry.name)
             own = path.is_file() and not path.is_symlink() and path.read_bytes() == line
             if entry.key and own:
                 return entry
             if entry.key:  # its file was replaced
-                raise NotJoined("revoked")
+                raise NotJoined("revoked", entry)
             if (known and not own) or any(one.key == key and one.state == JOINED for one in self.entries()):
                 raise NotJoined("known")
             if not own:  # a server that was killed between the file and the row goes on here
                 self._write(path, line)
+                written.append(path)
             self._rows.execute("UPDATE devices SET key = ?, joined = ? WHERE token = ?", (key, now, entry.token))
         return entry._replace(key=key, joined=now)
 
@@ -397,7 +610,7 @@ class Register:
             OSError: the key cannot be written; then nothing has changed.
         """
         key = fingerprint(line)
-        with at_once(self._rows):
+        with self._changing():
             known = self.renewals()
             taken = {one.key for one in self.entries()} | {one.key for one in known} | {one.device for one in known}
             if (
@@ -417,7 +630,7 @@ class Register:
         Raises:
             OSError: the disk is full; then both keys hold.
         """
-        with at_once(self._rows):
+        with self._changing():
             one = next((one for one in self.renewals() if one.key == key and not one.since), None)
             if one is None:
                 return

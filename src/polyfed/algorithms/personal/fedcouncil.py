@@ -17,7 +17,7 @@ The messages are those of FedAvg, with two models instead of one. Own models and
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
@@ -68,6 +68,13 @@ TEMPERATURES = (1.0, 2.0, 4.0)
 """What the logits of an expert are divided by; each is an expert of its own, because networks are overconfident."""
 
 Prior = Literal["flat", "global"]
+
+Placebo = Literal["none", "random", "momentum", "own", "adapted", "unimodal", "modality_loss", "modulation", "dropout"]
+
+TWIN_STREAM = 1005
+"""The random stream of the anchor's batches where the composed model is a second model of FedAvg."""
+
+_LEFT_OUT = keys.key("council row left out")
 
 MOST = 6
 """The largest number of modalities for which every subset has weights of its own."""
@@ -191,6 +198,16 @@ def unless_diverged(trained: Tree, before: Tree) -> Tree:
     return {name: torch.where(finite, value, before[name]) for name, value in trained.items()}
 
 
+def class_frequencies(context: ClientContext, w: Tree, batch: Batch) -> Tensor:
+    """Return the mean loss over all ways to shuffle the labels of the batch: of its rows, only these can be learned."""
+    out = context.model.logits(w, batch)
+    classes = torch.arange(out.shape[-1], device=out.device).view(-1, 1).expand(-1, len(batch.y))
+    rows = torch.ones_like(batch.y, dtype=torch.bool) if batch.ok is None else batch.ok
+    share = ((classes == batch.y) & rows).sum(1) / rows.sum().clamp(min=1)
+    each = torch.stack([context.objective.loss(out, replace(batch, y=label)) for label in classes])
+    return (share * each).sum()
+
+
 def fused(model: Model, members: Sequence[Tree], features: Sequence[Mapping[str, Tensor]], batch: Batch) -> Tensor:
     """Return the logits (B, J, 1, C) of each model from its features."""
     result = [model.fuse(tree, z, batch) for tree, z in zip(members, features, strict=True)]
@@ -205,11 +222,13 @@ class Council(Predictor):
         unimodal: whether predictions from single modalities count.
         calibrated: whether the temperatures `TEMPERATURES` count, or only 1.
         prior: the prior over experts; see `Experts.prior`.
+        blind: for the placebo: predictions from single modalities read zeros instead of embeddings.
     """
 
     unimodal: bool = True
     calibrated: bool = True
     prior: Prior = "flat"
+    blind: bool = False
 
     @override
     def logits(self, model: Model, w: Tree, batch: Batch) -> Tensor:
@@ -294,7 +313,7 @@ class Council(Predictor):
         if not self.unimodal or len(model.modalities) < 2:
             return none
         absent = torch.zeros(len(batch.y), len(members), 1, model.num_classes, device=batch.y.device)
-        own = {m: [{m: z[m]} for z in features] for m in features[0]}
+        own = {m: [{m: torch.zeros_like(z[m]) if self.blind else z[m]} for z in features] for m in features[0]}
         return torch.cat([fused(model, members, own[m], batch) if m in own else absent for m in model.modalities], 2)
 
     def log_probabilities(self, logits: Tensor) -> Tensor:
@@ -371,7 +390,12 @@ class FedCouncil(Averaging[CouncilState]):
         calibrated: whether flattened probabilities (temperatures 2 and 4) take part.
         prior: the weights before the first held-out row: `flat`, the same for all experts, or `global`, half for the
             global models.
-        placebo: `random` is a control: clients draw their weights at random. `none` is the method.
+        placebo: a control of the same cost: with `random`, clients draw their weights at random. The others make the
+            ingredient of that name useless. `momentum`: the composed model is a second one of FedAvg, from other
+            batches than the first. `own`, `adapted`: these models learn the frequencies of the classes only.
+            `unimodal`: predictions from single modalities read zeros. `modality_loss`: the loss of all modalities
+            counts again. `modulation`: all factors are their mean. `dropout`: a row is left out instead of one of its
+            modalities. `none` is the method.
     """
 
     momentum: Annotated[float, BELOW_ONE, SearchRange(0.0, 0.5, 0.9, fedavg=0.0)] = 0.9
@@ -385,7 +409,7 @@ class FedCouncil(Averaging[CouncilState]):
     unimodal: Annotated[bool, SearchRange(True, False, fedavg=False)] = True
     calibrated: Annotated[bool, NotSearched("costs nothing")] = True
     prior: Annotated[Prior, SearchRange("flat", "global")] = "flat"
-    placebo: Annotated[Literal["none", "random"], PLACEBO] = "none"
+    placebo: Annotated[Placebo, PLACEBO] = "none"
 
     needs: ClassVar[Mapping[str, Mapping[str, Any]]] = {"clients": {"validation": 0.2}}
     sends: ClassVar[type[Message]] = BothModels
@@ -426,7 +450,7 @@ class FedCouncil(Averaging[CouncilState]):
     @property
     def composed_server(self) -> ServerOptimiser:
         """How the server updates the composed model."""
-        if not self.momentum or self.server.optimiser != "none":
+        if not self.momentum or self.server.optimiser != "none" or self.twins:
             return self.server
         return replace(self.server, optimiser="avgm", momentum=self.momentum, lr=self.momentum_lr)
 
@@ -436,9 +460,14 @@ class FedCouncil(Averaging[CouncilState]):
         return self.server if self.server.optimiser == "none" else replace(self.server, optimiser="none", lr=1.0)
 
     @property
+    def twins(self) -> bool:
+        """Whether, as the placebo of the momentum, the composed model is a second one of FedAvg."""
+        return self.placebo == "momentum" and self.momentum > 0 and self.server.optimiser == "none"
+
+    @property
     def keeps_anchor(self) -> bool:
         """Whether the model of FedAvg is trained beside the composed one, which would otherwise be the same."""
-        changed = self.composed_server != self.plain_server
+        changed = self.composed_server != self.plain_server or self.twins
         return self.anchor and bool(changed or self.modality_loss or self.modulation or self.dropout)
 
     @property
@@ -449,7 +478,8 @@ class FedCouncil(Averaging[CouncilState]):
     @property
     @override
     def local_train(self) -> Train:
-        return replace(self.train, modality_dropout=self.dropout) if self.dropout else self.train
+        drops = self.dropout and self.placebo != "dropout"
+        return replace(self.train, modality_dropout=self.dropout) if drops else self.train
 
     @property
     @override
@@ -465,7 +495,7 @@ class FedCouncil(Averaging[CouncilState]):
     @property
     def council(self) -> Council:
         """What mixes the models."""
-        return Council(self.unimodal, self.calibrated, self.prior)
+        return Council(self.unimodal, self.calibrated, self.prior, blind=self.placebo == "unimodal")
 
     @property
     @override
@@ -484,6 +514,8 @@ class FedCouncil(Averaging[CouncilState]):
             result["momentum_lr"] = "momentum = 0"
         if not self.needs_own_validation:
             result |= dict.fromkeys(("calibrated", "prior", "placebo"), "a single model for all clients")
+        elif self.placebo not in ("none", "random") and not getattr(self, self.placebo):
+            result["placebo"] = f"{self.placebo}, which it replaces, switched off"
         if self.anchor and not self.keeps_anchor:
             result["anchor"] = "a composed model that is the one of FedAvg"
         return result
@@ -584,6 +616,8 @@ class FedCouncil(Averaging[CouncilState]):
     @override
     def loss(self, context: ClientContext, w: Tree, batch: Batch, got: BothModels, local: Tree) -> Any:
         """Return the loss of the composed model, and for the modulation each modality's score."""
+        if len(context.modalities) > 1 and self.dropout and self.placebo == "dropout":
+            batch = self._without_rows(batch)
         if len(context.modalities) < 2 or not (self.modality_loss or self.modulation):
             return super().loss(context, w, batch, got, local)
         model, features = context.model, context.model.features(w, batch)
@@ -592,10 +626,19 @@ class FedCouncil(Averaging[CouncilState]):
             alone = {m: model.fuse(w, {m: z}, batch) for m, z in features.items()}
         if self.modality_loss:
             terms = [context.objective.loss(out, replace(batch, ok=there(batch, m))) for m, out in alone.items()]
+            if self.placebo == "modality_loss":
+                terms = [context.objective.loss(model.fuse(w, features, batch), batch) for _ in alone]
             error = error + self.modality_loss * torch.stack(terms).mean()
         if not self.modulation:
             return error
         return error, {m: modality_score(out.detach(), batch, m) for m, out in alone.items()}
+
+    def _without_rows(self, batch: Batch) -> Batch:
+        """Return the batch with rows left out as often as `dropout` takes a modality from a row."""
+        assert batch.key is not None, "only batches of a training lose rows"
+        draws = keys.uniform(keys.fold_in(batch.key, _LEFT_OUT), batch.y.shape[0], batch.y.device)
+        kept = draws >= self.dropout
+        return replace(batch, ok=kept if batch.ok is None else batch.ok & kept)
 
     @property
     @override
@@ -614,6 +657,8 @@ class FedCouncil(Averaging[CouncilState]):
 
         def modulate(grads: Tree, w: Tree, scores: Mapping[str, Tensor], carry: Tree) -> tuple[Tree, Tree]:
             scale = {m: coefficient(m, scores, self.modulation) for m in scores}
+            if self.placebo == "modulation":
+                scale = dict.fromkeys(scale, torch.stack([*scale.values()]).mean())
             return {**grads, **{n: grads[n] * scale[block_of(n)] for n in encoders if n in grads}}, carry
 
         return modulate, {}
@@ -627,17 +672,17 @@ class FedCouncil(Averaging[CouncilState]):
         A composed or own model that diverges stays as it was, so that the others go on.
         """
 
-        def trained(start: Tree) -> TrainingResult:
-            return data.minimise(lambda w, batch: context.loss(w, batch), start, train=self.train)
+        def trained(start: Tree, ingredient: str, stream: int = 0) -> TrainingResult:
+            return data.minimise(self._loss_of(ingredient, context), start, train=self.train, stream=stream)
 
         params, loss, anchor, after = fit.params, fit.loss, Tree(), dict(local)
         if self.keeps_anchor:
-            plain = trained(got.anchor)
+            plain = trained(got.anchor, "anchor", TWIN_STREAM if self.twins else 0)
             params, anchor = unless_diverged(params, got.params), plain.params
             loss = torch.where(loss.isfinite(), loss, plain.loss)
         if self.own:
             before = under(OWN, local)
-            after |= nested(OWN, unless_diverged(trained(before).params, before))
+            after |= nested(OWN, unless_diverged(trained(before, "own").params, before))
         if self.adapted:
             after |= nested(ADAPTED, params) | nested(ADAPTED_ANCHOR, anchor)
         return BothTrained(params, anchor, loss, data.num_rows), after
@@ -667,7 +712,12 @@ class FedCouncil(Averaging[CouncilState]):
     def _copy(self, context: ClientContext, data: ClientData, prefix: str, start: Tree) -> Iterator[tuple[str, Tensor]]:
         """Yield the names and values of a copy of a global model after fine-tuning; nothing if there is no model."""
         if start:
-            train = epochs_of(self.train, self.adapted)
-            loss = lambda w, batch: context.loss(w, batch)  # noqa: E731
+            train, loss = epochs_of(self.train, self.adapted), self._loss_of("adapted", context)
             tuned = data.minimise(loss, start, train=train, stream=TUNE_STREAM).params
             yield from nested(prefix, unless_diverged(tuned, start)).items()
+
+    def _loss_of(self, ingredient: str, context: ClientContext) -> Callable[[Tree, Batch], Tensor]:
+        """Return the loss of a model that is not composed; in its placebo, it learns the frequencies of the classes."""
+        if self.placebo == ingredient:
+            return lambda w, batch: class_frequencies(context, w, batch)
+        return lambda w, batch: context.loss(w, batch)

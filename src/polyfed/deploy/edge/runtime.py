@@ -116,7 +116,7 @@ class AtEdge:
                     return self._enrol(edge, recipe, packet)
                 return self._part(edge, recipe, packet, request_id)
         except EgressError as error:
-            return reason(REFUSED, request_id, f"{who}: {error}")
+            return self._refused(edge, reason(REFUSED, request_id, f"{who}: {error}"), request_id)
         except BadReply as error:
             return reason(FAILED, request_id, f"{who}: the message {error}")
         except TooFewReplies as error:
@@ -130,6 +130,16 @@ class AtEdge:
         except (PolyfedError, OSError) as error:
             log_problem(f"{who}: {error}")
             return reason(FAILED, request_id, f"{who}: {in_short(error)}")
+
+    def _refused(self, edge: EdgeConfig, reply: Packet, request: RequestId | None) -> Packet:
+        """Write a refusal to the edge's audit log, and return it; a failure if the log cannot be written."""
+        place = {} if request is None else {"run": request.run, "round": request.round}
+        try:
+            AuditLog(edge.node.folder).note([{"event": "refused", **place, "why": reply.header["reason"]}])
+        except (PolyfedError, OSError) as error:
+            log_problem(f"the edge of silo {edge.silo}: {reply.header['reason']}; {error}")
+            return reason(FAILED, request, f"the edge of silo {edge.silo}: its audit log cannot be written")
+        return reply
 
     def _enrol(self, edge: EdgeConfig, recipe: Recipe, packet: Packet) -> Packet:
         """Enrol the devices of the silo, and return what they tell.
@@ -222,7 +232,7 @@ def devices_of(edge: EdgeConfig, recipe: Recipe, app: bytes, **told: Any) -> Ite
     limit = recipe.deployment.message_megabytes * MEGABYTE
     queue = Queue(Path(edge.credentials) / "queue")
     told |= {"renewed": register.replaced, "registered": register.keys}
-    transport = QueueTransport(queue=queue, app=app, vet=vet, limit=limit, **told)
+    transport = QueueTransport(queue=queue, app=app, vet=vet, limit=limit, noted=AuditLog(folder).note, **told)
     try:
         yield transport, members.session
     finally:

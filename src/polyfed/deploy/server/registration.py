@@ -15,6 +15,7 @@ from cryptography import x509
 
 from polyfed.core.errors import RecipeError, command, counted
 from polyfed.core.system.files import replace_text
+from polyfed.deploy import credentials
 from polyfed.deploy.credentials import AUTHORITY_KEY, LOOPBACK, SERVER, check_server, write_credentials
 from polyfed.transport.connection import host_and_port
 from polyfed.transport.tokens import HOURS, JOINED, LARGEST_RECIPE, OPEN, Entry, JoinToken, Register, check_name
@@ -98,10 +99,22 @@ def begin(
     folder.chmod(0o700)
     if text is not None:
         replace_text(folder / OFFERED, text)
-    with registered(folder) as register:
+    with registered(folder) as register, register.together():
         register.address(address)
-        first = len(names) * max(register.silo(silo), 0)
+        first = len(names) * max(register.silo(silo, len(names)), 0)
         return [_issue(folder, register, name, number, hours) for number, name in enumerate(names, first)]
+
+
+def add_hosts(folder: Path, names: Sequence[str]) -> tuple[list[str], str]:
+    """Let devices reach the server under further names. Return the new ones, and the command for tokens with the first.
+
+    Raises:
+        RecipeError: see `credentials.add_hosts`.
+    """
+    with registered(folder) as register:
+        port = host_and_port(register.address() or _address(_host_of(folder), PORT))[1]
+    new = credentials.add_hosts(folder, names)
+    return new, command("server", "token", folder, "--address", _address(names[0], port))
 
 
 def issue(folder: Path, name: str, number: int | None, hours: float = HOURS, address: str = "") -> Issued:
@@ -150,6 +163,7 @@ def devices(folder: Path) -> list[dict[str, Any]]:
         RecipeError: the folder holds no server.
     """
     with registered(folder) as register:
+        register.check()
         entries, renewals, now = register.entries(), register.renewals(), register.replaced()
     known = {one.name for one in entries if one.state == JOINED}
     known |= {f"{one.name}.next" for one in renewals if not one.since}

@@ -153,14 +153,19 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, str], execute:
     listeners, status = listeners_of(out, transport.identity)
     with told_in(out, status):
         recipe = placed(load_recipe(recipe_path), config.get("data", ""))
-        records = Records(out, resume=True, audit=AuditLog(out))
+        records = Records(out, resume=True, audit=(log := AuditLog(out)))
         emit = Emitter(listeners)
         with only_server(out):
             members = Membership(out, transport.joined, transport.renewed)
+            transport.noted = log.note
             transport.vet, transport.limit = members.refusal, recipe.deployment.message_megabytes * MEGABYTE
             transport.rounds_left = max(recipe.rounds - newest(records.checkpoints), 1)
             transport.run = str(records.facts().get("run", "")) if records.begun else ""
-            population = enrolled(recipe, transport, emit, members.left_out)
+            try:
+                population = enrolled(recipe, transport, emit, members.left_out)
+            finally:
+                out_of = sorted(members.left_out.items())
+                log.note([{"event": "refused", "client": client, "why": why} for client, why in out_of])
             recipe = without_absent(recipe, population.columns.modalities)
             transport.rounds_left = 1  # for devices that enrol again: they may have spent a part of their budget here
             kept = KeptAnswers(out / ANSWERS)

@@ -24,6 +24,7 @@ from polyfed.privacy.egress.audit_log.verification import public_key
 from polyfed.privacy.egress.ledger import TO_CLIENT
 from polyfed.report.pages.log_page import sums
 from polyfed.transport.logins import fingerprint
+from polyfed.transport.register_log import LOG as REGISTER_LOG
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class LogAnswer:
         asked: the question.
         excerpt: the lines of the log behind it.
         rows: the rows that answer it.
+        events: the enrolments and refusals of that time.
         names: names of clients.
         statements: what the lines prove and what not, in sentences.
     """
@@ -41,6 +43,7 @@ class LogAnswer:
     asked: Question
     excerpt: Excerpt
     rows: Sequence[Mapping[str, Any]]
+    events: Sequence[Mapping[str, Any]]
     names: Mapping[int, str]
     statements: tuple[str, ...]
 
@@ -60,8 +63,9 @@ class LogAnswer:
     def content(self) -> dict[str, Any]:
         """Return what `polyfed audit-log show --json` prints."""
         names = {str(client): name for client, name in self.names.items()}
-        rows = [dict(row) for row in self.rows]
-        return {"statements": list(self.statements), "names": names, "sums": self.sums, "rows": rows}
+        rows, events = ([dict(row) for row in some] for some in (self.rows, self.events))
+        told = {"statements": list(self.statements), "names": names, "sums": self.sums}
+        return {**told, "rows": rows, "events": events}
 
 
 def question(since: str | None, until: str | None, client: int | None) -> Question:
@@ -97,7 +101,7 @@ def answer_of(
     """Answer a question from a log or from a proof.
 
     Args:
-        log: the state folder of a device, the folder of a run, or a proof.
+        log: the state folder of a device, the folder of a run, that of a server, or a proof.
         key: the public key of the log.
         keys: a folder with the public keys that the reader trusts.
         received: whether to tell also what the client received.
@@ -105,6 +109,8 @@ def answer_of(
     Raises:
         DataError: the log or the proof does not hold, or its key is not one of the trusted.
     """
+    if log.is_dir() and not (log / AUDIT).exists() and (log / REGISTER_LOG / AUDIT).exists():
+        log /= REGISTER_LOG
     if log.is_dir() and not (log / AUDIT).exists() and (log / EGRESS).exists():
         raise DataError(
             f"{log} is a simulation, whose ledger has no times. Its certificate signs the ledgers of all clients: "
@@ -120,13 +126,14 @@ def answer_of(
     if trusted is not None and not known:
         raise DataError(f"neither the key of {log} nor that of its device is in {trusted.folder}")
     try:
-        rows = excerpt.rows(asked)
+        told = excerpt.rows(asked)
     except ValueError as error:
         raise DataError(f"{log} cannot be read: {error}") from None
+    rows, events = ([row for row in told if ("event" in row) is event] for event in (False, True))
     result = [row for row in rows if received or row.get("destination") != TO_CLIENT]
     names = _names(log, rows, device, trusted, keys)
-    statements = (_sum(result), *_proved(excerpt, device, names, trusted=known or key is not None))
-    return LogAnswer(asked, excerpt, result, names, statements)
+    statements = (_sum(result), *_events(events), *_proved(excerpt, device, names, trusted=known or key is not None))
+    return LogAnswer(asked, excerpt, result, events, names, statements)
 
 
 def _names(
@@ -150,12 +157,21 @@ def _sum(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"{counted(len(left), 'part of a message', 'parts of messages')} left, {size:,} bytes together.{more}"
 
 
+def _events(events: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not events:
+        return []
+    refused = sum(int(row.get("times", 1)) for row in events if row["event"] == "refused")
+    others = sum(row["event"] != "refused" for row in events)
+    kinds = counted(others, "enrolment or change", "enrolments and changes"), counted(refused, "refusal", "refusals")
+    return [f"{', '.join(kinds)}."]
+
+
 def _proved(excerpt: Excerpt, device: str, names: Mapping[int, str], *, trusted: bool) -> list[str]:
     """Return what the lines prove, and what they do not."""
     first, last, size = excerpt.start + 1, excerpt.start + len(excerpt.texts), excerpt.head["lines"]
     whose = f"the key {excerpt.key}"
     if device:
-        whose += f" of the device {device}"
+        whose += f", which the key {device} has signed"
     checked = "which you trust" if trusted else "which nothing here vouches for (--key, --keys)"
     result = [
         f"Lines {first} to {last} of {size:,} of the log were checked: none of them was changed, added or left out "

@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
@@ -42,6 +42,10 @@ class Log(Protocol):
 
     def resumed(self, round: int) -> None:
         """Record that the run continues after `round`, or that it starts again if `round` is -1."""
+        ...
+
+    def note(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Write enrolments and refusals, all or none of them."""
         ...
 
 
@@ -192,6 +196,12 @@ class Records:
             self.audit.resumed(round or -1)  # the set-up, which is round 0, is also repeated
         return left
 
+    def note_clients(self, clients: Sequence[int], round: int) -> None:
+        """Write to the audit log from which round on new clients take part."""
+        if self.audit is not None:
+            why = f"takes part from round {round} on"
+            self.audit.note([{"event": "new", "client": client, "why": why} for client in clients])
+
     def append(self, row: dict[str, Any]) -> None:
         """Append the row of a round."""
         (self.folder / RESULT).unlink(missing_ok=True)  # an old result covers fewer rounds
@@ -259,10 +269,12 @@ class Records:
         before = {"task": CLASSES} | _read(self.folder / RECIPE, _recipe_table)
         now = parse_toml(tomli_w.dumps(recipe))
         for path, old, new in _changes(before, now):
-            raise RecipeError(
-                f"cannot resume: {self.folder} holds a run with {path} = {old!r}, the recipe says {new!r}. "
-                "Use the recipe of the run, or another folder"
-            )
+            grows = path == "clients.num" and self.audit is not None and (new or 0) > (old or 0)  # see `growth`
+            if not grows:
+                raise RecipeError(
+                    f"cannot resume: {self.folder} holds a run with {path} = {old!r}, the recipe says {new!r}. "
+                    "Use the recipe of the run, or another folder"
+                )
         self._check_engine(before.get("engine", {}).get("name"), now["engine"]["name"])
         self._check_rounds(before, now)
 

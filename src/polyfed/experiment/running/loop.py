@@ -46,6 +46,7 @@ from polyfed.experiment.running import checkpoint
 from polyfed.experiment.running.assembly import Assembly, announced_by, assemble, facts_of
 from polyfed.experiment.running.checkpoint import RESTORE
 from polyfed.experiment.running.events import Emitter
+from polyfed.experiment.running.growth import new_clients
 from polyfed.experiment.running.run_state import (
     TOTALS,
     best_folder,
@@ -216,6 +217,7 @@ class _Loop:
             self._announce(1)
             return 1, state
         round, content = checkpointed
+        added = new_clients(self.assembly, content, records)
         self.rounds = self.repeated.rewound(records, content["places"], round)
         self.totals = content["totals"]
         records.note(table, facts)
@@ -227,6 +229,9 @@ class _Loop:
         if self.best is not None:
             self.best["state"] = self.assembly.put_away(self.best["state"])
         self.emit("note", text=f"resumed after round {round}")
+        if added:
+            records.note_clients(added, round + 1)
+            self.emit("note", text=f"clients {', '.join(map(str, added))} are new, from round {round + 1} on")
         self._stop(self._ended(self.rounds))
         self._announce(round + 1)
         return round + 1, state

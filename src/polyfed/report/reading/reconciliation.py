@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from polyfed.core.errors import DataError
+from polyfed.core.errors import DataError, counted
 from polyfed.core.system.files import AUDIT, EGRESS
 from polyfed.core.system.json_and_toml import parse_json
 from polyfed.core.system.log_lines import escaped
@@ -106,7 +106,10 @@ def reconcile(run: str | Path, devices: Sequence[Path] = ()) -> Reconciliation:
             clients = {client: _outside(there, server.get(client, _Client())) for client, there in clients.items()}
         _add_enrolments(clients, _by_client([row for row, _ in own], NO_RUN), server)
         seen |= clients.keys()
-        if not clients:
+        refused = sum(row.get("event") == "refused" and row.get("run") == name for row, _ in own)
+        if refused:
+            remarks.append(f"{place / AUDIT} says that {counted(refused, 'request was', 'requests were')} refused")
+        if not clients and not refused:
             findings.append(f"{place / AUDIT} has no row of the run {name}")
         hashes = {hash for _, hash in own}
         for client, there in sorted(clients.items()):

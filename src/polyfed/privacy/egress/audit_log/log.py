@@ -2,10 +2,13 @@
 
 A device keeps one log for all runs in its state folder. The server of a deployment keeps a log in the folder of the
 run. In `audit.jsonl`, every part of a message has a line. On a device, every part of a reply that the egress gate
-refused has a line too. A request that the device refuses before there is a reply, as by [limits], has no line of its
-own. A line looks like this:
+refused has a line too. A line looks like this:
 
     {"time": ..., "run": ..., ..., "verdict": "allowed", "sha256": CONTENT, "previous": HASH OF THE LINE BEFORE}
+
+An *event* has a line too: an enrolment or a refusal, as a device, a server, or a server's register of devices sees it.
+
+    {"time": ..., "event": "refused", "client": ..., "why": ..., "previous": HASH OF THE LINE BEFORE}
 
 Lines are written in groups. A device writes a group for each request, and a server writes a group for each round. The
 last line of each group is its seal, which is signed with the key of the log (Ed25519). `audit-head.json` is signed too.
@@ -20,12 +23,12 @@ other log exists. Anybody who has the private key of a log can write a different
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
@@ -36,13 +39,18 @@ from polyfed.core.system.files import AUDIT, PUBLIC_KEY, append_whole, lock, rep
 from polyfed.core.system.json_and_toml import parse_json
 from polyfed.privacy.egress.audit_log import merkle
 from polyfed.privacy.egress.audit_log.keys import of_hex
-from polyfed.privacy.egress.ledger import Entry, lines
+
+if TYPE_CHECKING:
+    from polyfed.privacy.egress.ledger import Entry
 
 HEAD, PRIVATE_KEY, LOCK = "audit-head.json", "audit-key.pem", "audit.lock"
 """Names of the files in the same folder as the log."""
 
 START = "0" * 64
 """The value that stands for the hash of the line before the first line."""
+
+LONGEST = 1000
+"""Most characters of a text in an event. Somebody else may have written it."""
 
 SIGNATURE = ',"signature":"'
 """The text that stands in a seal directly before the signature."""
@@ -104,7 +112,7 @@ class AuditLog:
         with self._locked():
             return self._prepare()
 
-    def append(self, entries: Sequence[Entry], run: str) -> str:
+    def append(self, entries: Sequence["Entry"], run: str) -> str:
         """Write a group of rows and its seal to the disk. If writing fails, none of these lines stays in the log.
 
         Args:
@@ -120,11 +128,31 @@ class AuditLog:
         """
         if not entries:
             return ""
+        from polyfed.privacy.egress.ledger import lines  # only here: it imports PyTorch, and a register does without
+
         last, clients = entries[-1], {client for entry in entries for client in entry.clients}
         place: dict[str, Any] = {"run": run, "round": last.round}
         if len(clients) == 1:
             place |= {"ask": last.request, "client": min(clients)}
         return self._add([json.loads(row) for row in lines(entries, run, contents=True)], place)
+
+    def note(self, events: Sequence[Mapping[str, Any]], place: Mapping[str, Any] | None = None) -> None:
+        """Write events and their seal to the disk, all or none of them.
+
+        Args:
+            events: `event`, its kind, and what else is known: `client`, `name`, `device` (the fingerprint of its key),
+                `run`, `why`.
+            place: further entries of the seal.
+
+        Raises:
+            CheckpointError, OSError: see `append`.
+        """
+        if not events:
+            return
+        rows = [{key: v[:LONGEST] if isinstance(v, str) else v for key, v in one.items()} for one in events]
+        clients = {row.get("client") for row in rows}
+        whose = {} if len(clients) > 1 or None in clients else {"client": clients.pop()}
+        self._add(rows, {"event": rows[-1]["event"], **whose, **(place or {})})
 
     def resumed(self, round: int) -> None:
         """Record that a run resumes after this round, or from the start (-1).
@@ -134,8 +162,16 @@ class AuditLog:
         Raises:
             CheckpointError, OSError: see `append`.
         """
-        if (self.folder / AUDIT).exists():
+        if self._has_messages():
             self._add([], {"resumed_after": round})
+
+    def _has_messages(self) -> bool:
+        """Return whether a line is about a message: enrolments alone begin no run."""
+        path = self.folder / AUDIT
+        if not path.exists():
+            return False
+        with path.open("rb") as file:
+            return any(b'"verdict":' in line for line in file)
 
     @contextmanager
     def alone(self) -> Iterator[Ed25519PrivateKey]:
@@ -272,11 +308,16 @@ def head_of(folder: Path, key: Ed25519PublicKey | None = None) -> Head:
 
 def last_hash(path: Path, end: int) -> str:
     """Return the SHA-256 of the line that ends at this byte."""
+    return hashlib.sha256(last_line(path, end)).hexdigest()
+
+
+def last_line(path: Path, end: int) -> bytes:
+    """Return the line that ends at this byte."""
     size = min(end, 1 << 16)
     with path.open("rb") as file:
         file.seek(end - size)
         tail = file.read(size)
-    return hashlib.sha256(tail.removesuffix(b"\n").rpartition(b"\n")[2]).hexdigest()
+    return tail.removesuffix(b"\n").rpartition(b"\n")[2]
 
 
 def private_key(path: Path) -> Ed25519PrivateKey:

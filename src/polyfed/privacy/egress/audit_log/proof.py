@@ -72,7 +72,7 @@ class Excerpt:
     tie: Mapping[str, str] | None
 
     def rows(self, asked: Question) -> list[dict[str, Any]]:
-        """Return the rows that answer a question, each with its `line` in the log, from 1.
+        """Return the rows and events that answer a question, each with its `line` in the log, from 1.
 
         Raises:
             DataError: the lines do not reach over the whole time that was asked for, or do not tell this client.
@@ -91,7 +91,8 @@ class Excerpt:
         if asked.client is None and None in told:
             raise DataError("the proof tells one client only; ask for it: --client")
         rows = [dict(row) | {"line": self.start + place} for place, row in enumerate(told, 1) if row is not None]
-        return [row for row in rows if "verdict" in row and asked.is_about(row)]
+        rows = [row for row in rows if "seal" not in row and ("verdict" in row or "event" in row)]
+        return [row for row in rows if asked.is_about(row)]
 
     @property
     def hidden(self) -> int:

@@ -224,7 +224,8 @@ def start_of(path: Path, run: str) -> int:
     end = len(text) if match is None else _begin(text, match.start())
     while end:
         begin = _begin(text, end - 1)
-        if b'"run":"%s"' % NO_RUN.encode() not in bytes(text[begin:end]):
+        line = bytes(text[begin:end])
+        if b'"run":"%s"' % NO_RUN.encode() not in line and b'"event":' not in line:
             break
         end = begin
     return end
