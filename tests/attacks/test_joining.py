@@ -300,8 +300,12 @@ def test_a_token_that_is_not_good_is_refused_in_a_sentence_and_leaves_nothing(wh
     before = federation.keys
     with refuses(RecipeError, " ".join(WHY[why].split()[:3])):
         federation.joined()
+    data, folder = federation.place / "mine.npz", federation.place / "device"
+    with pytest.raises(SystemExit) as stop:
+        main(("device", "join", federation.tokens[0], "--data", str(data), "--folder", str(folder), "--yes"))
+    assert stop.value.code == 2
     assert federation.keys == before
-    assert not (federation.place / "device").exists()
+    assert not folder.exists()
 
 
 def test_any_slip_in_a_token_is_noticed() -> None:

@@ -81,6 +81,18 @@ def test_a_record_of_any_form_stops_neither_the_server_nor_the_other_jobs(tmp_pa
         assert (jobs.damaged(), [job.id for job in jobs.all()]) == ([1], [2]), text[:80]
 
 
+def test_a_record_of_an_older_release_may_lack_what_has_a_default(tmp_path: Path) -> None:
+    jobs = Records(tmp_path)
+    jobs.put()
+    path = jobs.place(1) / RECORD
+    told = json.loads(path.read_text())
+    path.write_text(json.dumps({name: value for name, value in told.items() if name not in ("kills", "begun_at")}))
+    assert jobs.order(1, "pause").kills == 0
+    for name in ("out", "state"):
+        path.write_text(json.dumps({one: value for one, value in told.items() if one != name}))
+        assert jobs.damaged() == [1]
+
+
 @pytest.mark.parametrize("order", ["pause", "cancel"])
 def test_a_cancelled_job_costs_devices_nothing_more(
     order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any

@@ -210,6 +210,23 @@ def test_a_server_that_ends_takes_its_jobs_along_and_the_next_one_starts_them(re
     assert not records.runs(1)
 
 
+def test_a_process_of_another_release_than_the_installed_one_ends_and_is_started_again(
+    records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = records.credentials / "installed" / "polyfed-0.1.0.dist-info"
+    facts.mkdir(parents=True)
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: polyfed\nVersion: 0.1.0\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(facts.parent), os.environ["PYTHONPATH"]]))
+    supervisor, _ = records.supervisor(), records.put()
+    until((records.credentials / "order").exists, supervisor.look)
+    time.sleep(0.3)
+    supervisor.look()
+    assert records.get(1).starts == 1
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: polyfed\nVersion: 0.2.0\n")
+    until(lambda: records.get(1).starts == 2, supervisor.look)
+    assert not records.get(1).kills
+
+
 def test_a_process_that_does_not_obey_is_killed(records: Records, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs_of, "END_SECONDS", 0.2)
     supervisor, _ = records.supervisor(), records.put()

@@ -24,6 +24,7 @@ from polyfed.core.errors import TransportError
 from polyfed.deploy import submit
 from polyfed.deploy.app_folder import write_app, write_nodes
 from polyfed.deploy.credentials import write_credentials
+from polyfed.deploy.device import agent
 from polyfed.deploy.processes import free_ports
 from polyfed.experiment.recipes.recipe import load_recipe
 from refusals import refuses
@@ -81,9 +82,8 @@ class OwnFederation:
         self.folder, self.processes = folder, dict[str, subprocess.Popen[bytes]]()
         self.recipe = folder / "recipe.toml"
         self.recipe.write_text(recipe or RECIPE.format(rounds=rounds))
-        self.app, made = write_app(self.recipe, folder / "app"), load_recipe(self.recipe)
-        self.places, self.credentials = write_nodes(made, folder), folder / "credentials"
-        write_credentials(self.credentials, len(self.places), [self.address])
+        self.app, self.credentials = folder / "app", folder / "credentials"
+        self.places = self.prepared()
         (self.port,) = free_ports(1)
         head = f'server = "{self.address}:{self.port}"\nca = "{self.credentials}/ca.pem"\n{self.general}'
         tables = [self._table(number, place) + more(number) + "\n" for number, place in enumerate(self.places)]
@@ -98,6 +98,17 @@ class OwnFederation:
     address = "127.0.0.1"
     general = ""
     """Further lines above the tables of devices."""
+
+    def prepared(self) -> list[Path]:
+        """Write app, data and credentials. Return the folders of the devices."""
+        write_app(self.recipe, self.app)
+        places = write_nodes(load_recipe(self.recipe), self.folder)
+        write_credentials(self.credentials, len(places), [self.address])
+        return places
+
+    def python(self, name: str) -> str:
+        """The Python of a process."""
+        return sys.executable
 
     def inside(self, name: str) -> list[str]:
         """The words before a command, such as those that run it in a network namespace."""
@@ -137,7 +148,7 @@ class OwnFederation:
         source = os.pathsep.join(map(str, self.packages(name)))
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                [*self.inside(name), sys.executable, "-P", *self.program(name), *self.words(name)],
+                [*self.inside(name), self.python(name), "-P", *self.program(name), *self.words(name)],
                 stdout=log,
                 stderr=log,
                 cwd=self.folder,
@@ -304,3 +315,67 @@ def test_whatever_is_killed_the_run_goes_on_and_loses_nothing(seed: int, begun: 
     assert run.wait(PATIENCE) == 0, federation.log("run")
     assert federation.outcome() == federation.undisturbed()
     assert not list((federation.credentials / "queue").glob("*.reply")), "nothing is left in the queue"
+
+
+HEAVY = (
+    RECIPE.format(rounds=4)
+    .replace("[8]", "[2200, 2200]")
+    .replace('"scaffold"', '"fedavg"')
+    .replace("lr = 0.1", "lr = 0.01\nsteps = 1")
+)
+SOME, MOST = 1_000_000, 35_000_000
+"""A message of this model has 39 MB, and is under way while a file has so many bytes of it."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_server_that_is_killed_while_it_sends_or_receives_a_model_leaves_no_device_behind(
+    begun: Callable[..., OwnFederation],
+) -> None:
+    """Run, web server, or both as in a power failure. On Flower, each device answered the dead run for ever after."""
+    federation = begun(4, recipe=HEAVY)
+    run, chance = federation.start("run"), random.Random(1)
+    places = {
+        "to a device": [place / "polyfed-state" / agent.MESSAGES for place in federation.places],
+        "to the server": [federation.credentials / "queue"],
+    }
+
+    def under_way(way: str) -> list[Path]:
+        found = list[Path]()
+        for path in (one for place in places[way] for one in place.glob("*/body" if "device" in way else "*.part")):
+            with suppress(FileNotFoundError):
+                found += [path] if SOME < path.stat().st_size < MOST else []
+        return found
+
+    def killed(way: str, victims: Sequence[str]) -> bool:
+        if not (moving := under_way(way)):
+            return False
+        for victim in victims:
+            federation.processes[victim].kill()
+        for victim in victims:
+            federation.processes[victim].wait()
+        if "server" in victims:
+            cuts.extend(path for path in moving if path in under_way(way))
+        return True
+
+    federation.pause, cuts = 0.001, list[Path]()
+    for number, (way, *victims) in enumerate(
+        [
+            ("to a device", "run"),
+            ("to the server", "server"),
+            ("to a device", "run", "server"),
+            ("to the server", "run"),
+            ("to a device", "server"),
+        ]
+    ):
+        federation.until(lambda: killed(way, victims), f"kill {number}, {way}")  # noqa: B023  called at once
+        time.sleep(chance.uniform(0.0, 2.0))
+        for victim in victims:
+            process = federation.start(victim)
+            run = process if victim == "run" else run
+    assert run.wait(PATIENCE) == 0, federation.log("run")
+    assert cuts, "a message was cut in the middle"
+    rows = [json.loads(line) for line in (federation.app / "run" / "rounds.jsonl").read_text().splitlines()]
+    assert [row["missing"] for row in rows] == [{}] * 4, "nobody is late"
+    assert federation.outcome() == federation.undisturbed()
+    assert not [*(federation.credentials / "queue").glob("*.reply"), *(federation.credentials / "queue").glob("*.part")]

@@ -2,12 +2,13 @@
 
 import os
 import signal
+import sqlite3
 import stat
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 from polyfed.core.errors import BadReply, CheckpointError
 from polyfed.core.tree import Tree
 from polyfed.deploy.device.memory.local_states import begin, check_fresh, keep, state_before
-from polyfed.deploy.device.memory.store import STORE, ClientStore, DeviceStore
+from polyfed.deploy.device.memory.store import ADDED, STORE, VERSION, ClientStore, DeviceStore
 from polyfed.engines.protocol import RequestId
 from refusals import refuses
 from world import kept_states
@@ -212,3 +213,35 @@ def test_two_processes_do_not_work_on_one_client_at_once(tmp_path: Path) -> None
     with alone(tmp_path), store.alone("run", 3, wait=False) as other, store.alone("run", 4, wait=False) as free:
         assert other is None
         assert free is not None
+
+
+def changed(folder: Path, *statements: str) -> None:
+    with closing(sqlite3.connect(folder / STORE)) as rows:
+        for statement in statements:
+            rows.execute(statement)
+        rows.commit()
+
+
+def test_a_store_of_an_older_release_gets_the_tables_that_it_lacks_and_forgets_nothing(tmp_path: Path) -> None:
+    work(tmp_path, 0, 1, 0)
+    changed(tmp_path, *(f"DROP TABLE {table}" for table in ADDED[1]), "PRAGMA user_version = 0")
+    assert work(tmp_path, 0, 1, 1) == 1.0
+    assert places(tmp_path) == [(1, 0), (1, 1)]
+
+
+@pytest.mark.parametrize(("version", "table"), [(0, "journals"), (1, "journals"), (1, "ended")])
+def test_a_table_that_its_release_had_is_never_made_again(version: int, table: str, tmp_path: Path) -> None:
+    """Its counts would begin from zero."""
+    work(tmp_path, 0, 1, 0)
+    changed(tmp_path, f"DROP TABLE {table}", f"PRAGMA user_version = {version}")
+    with refuses(CheckpointError, "no such table"):
+        work(tmp_path, 0, 1, 1)
+
+
+def test_a_store_of_a_newer_release_is_refused(tmp_path: Path) -> None:
+    work(tmp_path, 0, 1, 0)
+    changed(tmp_path, f"PRAGMA user_version = {VERSION + 1}")
+    with refuses(CheckpointError, "newer release"):
+        work(tmp_path, 0, 1, 1)
+    with closing(sqlite3.connect(tmp_path / STORE)) as rows:
+        assert rows.execute("PRAGMA user_version").fetchone() == (VERSION + 1,)

@@ -218,6 +218,13 @@ def test_a_doubtful_column_is_named_once_with_the_words_that_leave_it_out(tmp_pa
     assert not any("would reveal the label" in note for note in reading.columns.notes)
 
 
+def test_a_column_that_never_changes_is_doubtful_if_it_would_be_a_modality(tmp_path: Path) -> None:
+    frame(scanner_tesla=1.5, a_corner=0.0).to_csv(tmp_path / "mine.csv", index=False)
+    reading = read_file(tmp_path / "mine.csv", {"client": "place"})
+    assert [remark for remark in reading.remarks if "'scanner_tesla' has the same value in every row" in remark]
+    assert not any("a_corner" in remark for remark in reading.remarks), "as a pixel in the corner of every image"
+
+
 def test_a_table_of_a_few_different_texts_is_read_as_texts(tmp_path: Path) -> None:
     said = np.array(["the room was cold", "very kind nurse", "long waiting time", "good food here"])
     table = pd.DataFrame({"comment": said[np.arange(ROWS) % 4], "label": LABEL})

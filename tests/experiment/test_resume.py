@@ -251,6 +251,24 @@ def test_resuming_with_another_recipe_names_the_difference(tmp_path: Path) -> No
         polyfed.run(replace(longer("fedavg", rounds=2), seed=2), tmp_path, resume=True)
 
 
+@pytest.mark.parametrize(("option", "other"), [("momentum", 0.5), ("clip_norm", 1.0)])
+def test_a_run_of_a_release_that_lacked_an_option_goes_on_with_its_default(
+    option: str, other: float, tmp_path: Path
+) -> None:
+    made, line = longer("fedavg", rounds=2), f"{option} = 0.0\n"
+    polyfed.run(replace(made, rounds=1), tmp_path)
+    path = tmp_path / "recipe.toml"
+    assert line in path.read_text()
+    path.write_text(path.read_text().replace(line, ""))
+    with refuses(RecipeError, "resume=True"):
+        polyfed.run(made, tmp_path)
+    changed = replace(made.algorithm, train=replace(made.algorithm.train, **{option: other}))  # type: ignore[attr-defined]
+    with refuses(RecipeError, f"train.{option} = None"):
+        polyfed.run(replace(made, algorithm=changed), tmp_path, resume=True)
+    polyfed.run(made, tmp_path, resume=True)
+    assert line in path.read_text()
+
+
 @pytest.mark.parametrize("victim", ["state.safetensors", "state.json"])
 def test_a_damaged_checkpoint_is_told_by_name(tmp_path: Path, victim: str) -> None:
     polyfed.run(longer("fedavg", rounds=1), tmp_path)

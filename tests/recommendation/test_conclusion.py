@@ -50,8 +50,9 @@ def test_every_number_of_the_paragraph_is_right(seed: int) -> None:
     n = len(best)
     assert text.startswith(
         f"Take fedavgm with train.lr = 0.3: global.accuracy (%) is {100 * np.mean(best):.1f} ± "
-        f"{100 * np.std(best, ddof=1):.1f} over {n} seeds, against {100 * np.mean(low):.1f} where every client trains "
-        f"alone and {100 * np.mean(high):.1f} where the server has all rows."
+        f"{100 * np.std(best, ddof=1):.1f} (standard deviation) over {n} seeds, against {100 * np.mean(low):.1f} where "
+        f"every client trains alone (scored on the rows of all) and {100 * np.mean(high):.1f} where the server has all "
+        "rows."
     )
     raw = {name: by_scipy(best, other) for name, other in (("fedavg", base), ("moon", third), ("placebo", control))}
     order = sorted(raw, key=lambda name: raw[name][1])
@@ -73,7 +74,7 @@ def test_every_number_of_the_paragraph_is_right(seed: int) -> None:
         wanted = f"{more} more seed{'s' if more > 1 else ''} would show" if more > 0 else "These seeds would show"
         assert f"{wanted} a difference of two points to fedavg." in text
     assert "moon" not in text, "a method that differs is in the table, not in the paragraph"
-    assert text.endswith("partialfl was not compared, because it shares nothing.")
+    assert "partialfl was not compared, because it shares nothing." in text
 
 
 def needed(gaps: np.ndarray, wanted: float) -> int:
@@ -134,6 +135,15 @@ def test_a_better_linear_model_is_named_and_is_no_rival() -> None:
     assert found.rivals == ()
 
 
+def test_the_paragraph_says_what_its_intervals_do_not_cover() -> None:
+    arms = [arm("fedavg", [0.80, 0.81]), arm("local", [0.5, 0.6], "floor")]
+    assert concluded(arms, ACCURACY, {}, {}, order=arms[:1]).paragraph.endswith(
+        "Intervals and p-values are about other seeds, not other test rows: the same ones chose the method."
+    )
+    own = concluded(arms, Metric("personal.mean", False, True), {}, {}, order=arms[:1]).paragraph
+    assert "where every client trains alone." in own, "each on its own rows"
+
+
 def test_without_a_score_it_still_ends_with_what_is_known() -> None:
     found = concluded([arm("fedavg", [], validation=0.8)], ACCURACY, {}, {}, order=[arm("fedavg", [], validation=0.8)])
     assert found.paragraph == (
@@ -152,7 +162,7 @@ def test_equal_scores_are_named_as_equal() -> None:
 def test_an_error_is_better_if_it_is_smaller() -> None:
     arms = [arm("moon", [0.50, 0.51, 0.52]), arm("fedavg", [0.71, 0.70, 0.74])]
     text = concluded(arms, ERROR, {}, {}, order=arms).paragraph
-    assert "Take moon: global.mae is 0.51 ± 0.01 over 3 seeds." in text
+    assert "Take moon: global.mae is 0.51 ± 0.01 (standard deviation) over 3 seeds." in text
     assert "It is 0.2067 better than FedAvg" in text
     assert "Every other method that was tried differs significantly from it." in text
 

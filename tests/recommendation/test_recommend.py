@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import random
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -246,10 +247,17 @@ def test_when_the_time_ends_in_the_search_it_recommends_what_it_knows(
 
     monkeypatch.setattr(Pilot, "_search", late)
     told: list[str] = []
+    monkeypatch.setattr(sys.modules[Recommendation.__module__], "SILENCE", 0.0)
     found = asked(tmp_path / "out", say=told.append)
     assert found.paragraph.startswith("Take fedavg for now: the time was too short for runs")
     assert (tmp_path / "out" / "recommended.toml").is_file()
-    assert told[0].startswith("2 rounds of 4 methods: ")
+    assert told[0].startswith("policies: 0 of ")
+    assert any(line.startswith("2 rounds of 4 methods: ") for line in told)
+    words = ["recommend", str(tiny(tmp_path)), "--client", "site", "--methods", "fedprox", "--jobs", "1"]
+    with pytest.raises(SystemExit) as end:
+        main([*words, "--out", str(tmp_path / "typed")])
+    assert end.value.code == 4, "no score supports the choice"
+    assert "<h1>Take fedavg, unmeasured</h1>" in (tmp_path / "typed" / "index.html").read_text()
 
 
 def test_a_learning_rate_of_the_recipe_that_diverges_drops_no_method(

@@ -124,6 +124,8 @@ def recommend_method(
     except KeyboardInterrupt:
         raise Interrupted(f"go on with: {call.again()}") from None
     answer(found.facts(), *_shown(found), as_json=as_json)
+    if found.conclusion is not None and not found.conclusion.compared:
+        raise typer.Exit(UNFINISHED)
 
 
 def _shown(found: "Recommendation") -> list["RenderableType"]:

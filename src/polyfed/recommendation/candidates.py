@@ -21,6 +21,7 @@ from polyfed.core.errors import EgressError, PolyfedError, RecipeError
 from polyfed.core.messages import LABELS
 from polyfed.core.option_checks import IN_RECIPE, PLACEBO, choices, not_searched, simple_types
 from polyfed.core.system.json_and_toml import parse_toml
+from polyfed.core.system.openmp import using_threads
 from polyfed.core.tree import SHARED
 from polyfed.data import Columns
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
@@ -222,7 +223,7 @@ class Planner:
 
     def judge(self, candidate: Candidate) -> Candidate:
         """Return a candidate with the verdict of `polyfed check`."""
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), using_threads(1):  # tiny steps: several threads would wait for each other
             warnings.simplefilter("ignore")
             try:
                 recipe = parse_recipe(self.recipe_table(candidate.changes))

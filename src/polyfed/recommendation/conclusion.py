@@ -94,6 +94,11 @@ class Conclusion:
     minutes: float = 0.0
 
     @property
+    def compared(self) -> bool:
+        """Whether any score supports the choice."""
+        return bool(self.choice.scores) or self.choice.validation is not None
+
+    @property
     def paragraph(self) -> str:
         """All sentences."""
         return " ".join(self.sentences())
@@ -110,6 +115,8 @@ class Conclusion:
         yield from self._modalities()
         yield from (f"{text[0].upper()}{text[1:]}." for text in self.choice.edges)
         yield from self._left_out()
+        if len(self.choice.scores) > 1:
+            yield "Intervals and p-values are about other seeds, not other test rows: the same ones chose the method."
         if self.out_of_time:
             yield f"{self.minutes:.3g} minutes were too few for all runs; the same command with more --minutes goes on."
 
@@ -122,11 +129,12 @@ class Conclusion:
             return f"Take {self.choice.name}{words} {hasty}{known}."
         mean, spread = mean_and_spread(list(self.choice.scores.values()))
         n = len(self.choice.scores)
-        around = f" ± {self._number(spread)}" if n > 1 else ""
+        around = f" ± {self._number(spread)} (standard deviation)" if n > 1 else ""
         text = f"Take {self.choice.name}{words}: {self.metric.title} is {self._number(mean)}{around} over {_seeds(n)}"
         ends = []
         if self.floor is not None and self.floor.scores:
-            ends.append(f"{self._number(self.floor.mean)} where every client trains alone")
+            whose = "" if self.metric.name.startswith("personal") else " (scored on the rows of all)"
+            ends.append(f"{self._number(self.floor.mean)} where every client trains alone{whose}")
         if self.ceiling is not None and self.ceiling.scores:
             ends.append(f"{self._number(self.ceiling.mean)} where the server has all rows")
         if self.linear is not None:

@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -36,6 +36,9 @@ from polyfed.report.scores import Metric
 
 ASKED, RESULT, RECIPE, PAGE = "asked.json", "recommendation.json", "recommended.toml", "index.html"
 """The files in the folder of a recommendation: the question, the answer as JSON, the recipe, the page."""
+
+SILENCE = 15.0
+"""How many seconds pass without a line while the policies are asked."""
 
 DELTA = 1e-5
 """`[privacy] delta` beside a given epsilon; it has to be below 1 / (number of clients)."""
@@ -158,7 +161,7 @@ def recommend(
     _claim(folder, json_ready({"recipe": planner.table, "metrics": planner.metrics, "methods": sorted(wanted)}))
     with alone_in(folder, "another recommendation is writing here", "Wait for it, or choose another folder"):
         journal = Journal(folder / "plan.json", minutes, started=started)
-        candidates = tuple(planner.judge(entry) for entry in planner.all() if entry.method in wanted)
+        candidates = tuple(_judged(planner, [entry for entry in planner.all() if entry.method in wanted], say))
         if not any(c.planned for c in candidates if c.method not in REFERENCES):
             raise EgressError(_all_refused(candidates))
         result = Recommendation(candidates, None, (), folder)
@@ -169,6 +172,16 @@ def recommend(
         _write(result, planner)
         journal.write()
     return result
+
+
+def _judged(planner: Planner, entries: Sequence[Candidate], say: Callable[[str], None]) -> Iterator[Candidate]:
+    """Yield the candidates with their verdicts, and say from time to time how many there are."""
+    told = time.monotonic()
+    for number, entry in enumerate(entries):
+        if time.monotonic() - told > SILENCE:
+            told = time.monotonic()
+            say(f"policies: {number} of {len(entries)} methods and options checked")
+        yield planner.judge(entry)
 
 
 def _carried_out(pilot: Pilot, planner: Planner, candidates: tuple[Candidate, ...]) -> Recommendation:

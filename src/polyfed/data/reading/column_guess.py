@@ -181,7 +181,7 @@ class Guess:
         unnamed: columns that are left out, because they have no name of their own.
         dates: columns that are left out, because they hold dates.
         rules: the entries of [data.columns] that would make numbers of columns that are left out.
-        suspects: column of numbers -> why it may be no input: it numbers the rows, or tells the time.
+        suspects: column of numbers -> why it may be no input: it numbers the rows, tells the time, or never changes.
     """
 
     groups: dict[str, list[str]]
@@ -281,13 +281,20 @@ def guessed(frame: "pd.DataFrame", special: Iterable[str], rules: Mapping[str, C
             result["unnamed"].append(column)
     alone = not result["number"] and not result["list"]  # then texts are what the model is to read
     left = {column: rule_for(frame[column], alone=alone) for column in (*result["text"], *result["date"])}
+    groups = grouped(result["number"], result["list"])
+    suspects = {column: why for column in result["number"] if (why := _suspicion(column, frame[column]))}
+    # in a larger group, as of an image's pixels, such a column keeps the shape
+    single = [group for name, group in groups.items() if len(group) == 1 or name == REST]
+    for column in (column for group in single for column in group if column in result["number"]):
+        if len(frame) >= FEWEST_IDS and frame[column].nunique() == 1:
+            suspects[column] = "has the same value in every row that has one"
     return Guess(
-        grouped(result["number"], result["list"]),
+        groups,
         tuple(result["text"]),
         tuple(result["unnamed"]),
         tuple(result["date"]),
         {column: rule for column, rule in left.items() if rule is not None},
-        {column: why for column in result["number"] if (why := _suspicion(column, frame[column]))},
+        suspects,
     )
 
 

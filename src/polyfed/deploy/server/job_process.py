@@ -1,7 +1,8 @@
 """The process of a job: `python -m polyfed.deploy.server.job_process CREDENTIALS NUMBER START`.
 
 It locks the folder of the job, obeys the orders in its record, and notes there how the run ended. It imports PyTorch
-only after it has the lock, so that everybody knows at once that it lives.
+only after it has the lock, so that everybody knows at once that it lives. If another release is installed meanwhile, it
+ends, and the server starts the job again: modules that it has not imported yet would be of that release.
 """
 
 import os
@@ -9,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -88,11 +90,20 @@ def _is_mine(jobs: Jobs, number: int, start: int) -> bool:
     return (job.state, job.starts) == (RUNNING, start)
 
 
+def _release() -> str:
+    """Return the release that is installed, or "" while pip replaces it."""
+    try:
+        return version("polyfed")
+    except PackageNotFoundError:
+        return ""
+
+
 def _obey(jobs: Jobs, number: int, start: int, ended: Event) -> None:
-    """End this process as soon as the record does not say any more that it runs."""
+    """End this process as soon as the record does not say any more that it runs, or another release is installed."""
+    release = _release()
     while not ended.wait(LOOK_SECONDS):
         try:
-            if _is_mine(jobs, number, start):
+            if _is_mine(jobs, number, start) and _release() == release:
                 continue
         except (OSError, CheckpointError):  # the disk may be away for a moment
             continue

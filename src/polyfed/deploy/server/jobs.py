@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -310,9 +310,10 @@ class Jobs:
 def _is_record(told: Any, number: int) -> bool:
     """Return whether this is the record of a job: somebody may have edited or damaged it."""
     kinds = {field.name: field.type for field in fields(Job)}
-    if not isinstance(told, dict) or set(told) != set(kinds) or told["id"] != number:
-        return False
-    fits = (isinstance(told[name], (int, float) if kind is float else kind) for name, kind in kinds.items())  # type: ignore[arg-type]
+    needed = {field.name for field in fields(Job) if field.default is MISSING} | {"state"}
+    if not isinstance(told, dict) or not needed <= set(told) <= set(kinds) or told["id"] != number:
+        return False  # an older release may lack entries that have a default
+    fits = (isinstance(value, (int, float) if kinds[name] is float else kinds[name]) for name, value in told.items())  # type: ignore[arg-type]
     return all(fits) and told["state"] in STATES
 
 
@@ -362,11 +363,15 @@ class Supervisor:
 
     def run(self) -> None:
         """Look after the jobs until `stop` is set, and then end their processes, which the next server starts again."""
+        told = ""
         while not self.stop.wait(LOOK_SECONDS):
             try:
                 self.look()
+                told = ""
             except (OSError, PolyfedError) as error:  # a full disk; the next look may succeed
-                LOGGER.warning("the jobs cannot be looked after now: %s", error)
+                if str(error) != told:  # a line for each look would fill the disk of the log
+                    told = str(error)
+                    LOGGER.warning("the jobs cannot be looked after now: %s", error)
         for job in self.jobs.all():  # also those that an earlier server has started
             self._signal(job, signal.SIGTERM)
         end = time.monotonic() + END_SECONDS

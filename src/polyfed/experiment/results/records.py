@@ -11,9 +11,10 @@ from typing import Any, Protocol, TypeVar
 
 import tomli_w
 
-from polyfed.core.errors import CheckpointError, RecipeError, command, counted
+from polyfed.core.errors import CheckpointError, PolyfedError, RecipeError, command, counted
 from polyfed.core.system.files import EGRESS, FACTS, RECIPE, RESULT, ROUNDS, append_whole, replace_text, sync, undone
 from polyfed.core.system.json_and_toml import json_ready, parse_toml, to_json
+from polyfed.experiment.recipes.recipe import parse_recipe
 from polyfed.experiment.recipes.settings import APART, CheckpointSpec
 from polyfed.experiment.running.checkpoint import RESTORE, newest
 from polyfed.experiment.running.constants import refuse_changes
@@ -82,10 +83,8 @@ class Records:
         """Return why a run cannot start in a folder that holds one, and what to do."""
         same = False
         if recipe is not None:
-            before, now = _read(self.folder / RECIPE, _recipe_table), parse_toml(tomli_w.dumps(recipe))
-            free = (*MAY_CHANGE, "versions")
-            found = [(path, new) for path, _, new in _differences(before, now) if path.split(".")[0] not in free]
-            same = all(new is None for _, new in found)  # what a recipe leaves open, such as the task, a run decides
+            found = _changes(_read(self.folder / RECIPE, _recipe_table), parse_toml(tomli_w.dumps(recipe)))
+            same = all(new is None for _, _, new in found)  # what a recipe leaves open, such as the task, a run decides
         if not same:
             return (
                 f"{self.folder} holds a run of another recipe. Choose another folder, or go on with that run: "
@@ -269,9 +268,9 @@ class Records:
         """Compare the recipe with the recipe in the folder, and refuse it if parts outside `MAY_CHANGE` differ."""
         before = {"task": CLASSES} | _read(self.folder / RECIPE, _recipe_table)
         now = parse_toml(tomli_w.dumps(recipe))
-        for path, old, new in _differences(before, now):
+        for path, old, new in _changes(before, now):
             grows = path == "clients.num" and self.audit is not None and (new or 0) > (old or 0)  # see `growth`
-            if path.split(".")[0] not in (*MAY_CHANGE, "versions") and not grows:
+            if not grows:
                 raise RecipeError(
                     f"cannot resume: {self.folder} holds a run with {path} = {old!r}, the recipe says {new!r}. "
                     "Use the recipe of the run, or another folder"
@@ -332,6 +331,22 @@ def run_id(seed: int) -> str:
     Devices keep states and ledgers under this name, so two jobs of one server must never share it.
     """
     return f"{datetime.now(UTC).strftime('%Y%m%dT%H%M%S')}-{seed}-{secrets.token_hex(4)}"
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """The entries outside `MAY_CHANGE` in which a recipe differs from that of a run.
+
+    An older release may have begun the run. An option that it did not have counts as its default.
+    """
+    found = [one for one in _differences(before, now) if one[0].split(".")[0] not in (*MAY_CHANGE, "versions")]
+    if all(old is not None for _, old, _ in found):
+        return found
+    try:
+        full = parse_toml(tomli_w.dumps(parse_recipe(before).table()))
+    except PolyfedError:  # it has an option that does not exist any more, which is one of the differences
+        return found
+    defaults = {path: value for path, old, value in _differences(before, full) if old is None}
+    return [(path, old, new) for path, old, new in found if old is not None or defaults.get(path) != new]
 
 
 def _differences(a: dict[str, Any], b: dict[str, Any], head: str = "") -> list[tuple[str, Any, Any]]:

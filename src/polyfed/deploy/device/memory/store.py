@@ -89,6 +89,10 @@ TABLES = {
 - `trainings`: the states of the local trainings of a task that has no reply yet
 """
 
+VERSION, ADDED = 1, {1: ("ended", "trainings")}
+"""The version of the tables, which the store notes as `user_version`, and the tables that each version has added. A
+store of an older release gets them; a table that its version has is never made again, as its counts would be lost."""
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -193,6 +197,7 @@ class DeviceStore:
             with closing(sqlite3.connect(self.path, timeout=60.0, isolation_level=None)) as rows:  # undoes if not done
                 rows.execute(DURABLE)
                 rows.execute("BEGIN IMMEDIATE")
+                _upgrade(rows)
                 for table in TABLES:
                     (found,) = rows.execute(f"PRAGMA quick_check({table})").fetchone()
                     if found != "ok":
@@ -278,6 +283,7 @@ class DeviceStore:
                 rows.execute(DURABLE)
                 for table, columns in TABLES.items():
                     rows.execute(f"CREATE TABLE {table} ({columns})")
+                rows.execute(f"PRAGMA user_version = {VERSION}")
             os.rename(draft, self.path)
             os.fsync(folder)
         finally:
@@ -319,6 +325,21 @@ class ClientStore:
             if path.suffix in (".safetensors", ".bin", ".draft") and path.name not in named:
                 with suppress(OSError):  # a later transaction tries again
                     path.unlink()
+
+
+def _upgrade(rows: sqlite3.Connection) -> None:
+    """Make the tables that the release which wrote the store did not have, within the transaction.
+
+    Raises:
+        sqlite3.DatabaseError: a newer release wrote it.
+    """
+    (found,) = rows.execute("PRAGMA user_version").fetchone()
+    if found > VERSION:
+        raise sqlite3.DatabaseError("it is of a newer release of polyfed, which must be installed again")
+    for version in range(found + 1, VERSION + 1):
+        for table in ADDED[version]:
+            rows.execute(f"CREATE TABLE IF NOT EXISTS {table} ({TABLES[table]})")
+        rows.execute(f"PRAGMA user_version = {version}")
 
 
 def _sha256_of(path: Path) -> str:
