@@ -114,16 +114,19 @@ class Month(OwnFederation):
         for name in ("server", *DEVICES):
             self.install(name)
         base = RECIPE.format(rounds=2).replace("[train]", "[engine]\nmin_replies = 3\n[train]")  # as all must take part
-        for seed, (method, more) in enumerate(METHODS.items()):  # the first release names a run by its second and seed
-            text = base.replace("seed = 3", f"seed = {seed}").replace('"scaffold"', f'"{method}"')
-            (folder / f"{method}.toml").write_text(text + more)
+        for method, more in METHODS.items():
+            (folder / f"{method}.toml").write_text(base.replace('"scaffold"', f'"{method}"') + more)
         super().__init__(folder, 2)
         self.jobs = Jobs(self.credentials)
 
-    options = ("--jobs", "2")
     general = "idle_seconds = 3600\n"  # the import of PyTorch takes long on a busy machine
     patience = 1200.0
     pause = 0.5
+
+    @property
+    def options(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The first release names a run by its second and seed, so jobs side by side could share the states."""
+        return ("--jobs", "2" if self.installed["server"] else "1")
 
     def prepared(self) -> list[Path]:
         self.as_server(PREPARED, self.address)
