@@ -222,3 +222,24 @@ def test_a_server_whose_disk_has_no_room_for_the_records_of_jobs(begin: Begin) -
         assert federation.log("server").count("cannot be looked after") <= 2
         ended_well(federation)
         federation.kill("server")
+
+
+@pytest.mark.parametrize("what", ["state", "queue"])
+def test_an_edge_whose_disk_is_full(what: str, begin: Begin, tmp_path: Path) -> None:
+    """What it keeps itself, or what waits for its devices."""
+    federation = begin(EDGES)
+    edge = tmp_path / "fed" / "edges" / "1"
+    folder = edge / {"state": "polyfed-edge", "queue": "credentials/queue"}[what]
+    with small_disk(folder, DISK) as disk:
+        federation.start()
+        until(lambda: federation.log("edge-1").count("is online") >= 2, "the devices of the edge")
+        filler = fill(disk, 0)
+        code, said = submitted(federation)
+        assert code == 4, said
+        assert "the edges of 1 of 2 silos enrolled" in said
+        assert "No space left on device" in said + federation.log("edge-1")
+        assert str(tmp_path) not in said.partition("Not enrolled")[2], "a path of the silo"
+        filler.unlink()
+        assert submitted(federation)[0] == 0
+        federation.kill("edge-1")
+    ended_well(federation)
