@@ -1,11 +1,13 @@
 """How good are the choices of `polyfed recommend`? Compared with an exhaustive study of the same methods on four sets.
 
-    python benchmarks/recommend.py [--out runs/recommend] [--sets NAME ...] [--jobs N] [--minutes M] [--cpu]
+    python benchmarks/recommend.py [--out runs/recommend] [--sets NAME ...] [--rounds 30] [--jobs N] [--minutes M]
+                                   [--cpu]
 
 For each set, the study gives every method 14 trials on three tuning seeds without early stopping, and reports ten
-seeds. The recommendation then has a quarter of the seconds that the study took. Both go on where they were stopped. The
-script prints the rows of docs/results/recommend.md. `--minutes` leaves out the study. `--cpu` counts seconds of the
-processor in place of the clock's, for a machine that has other work.
+seeds, both with the validation rows that the recommendation holds out. The recommendation then has a quarter of the
+seconds that the study took. Both go on where they were stopped, and the script prints the rows of
+docs/results/recommend.md. `--minutes` leaves out the study. `--cpu` counts seconds of the processor in place of the
+clock's, for a machine that has other work.
 """
 
 import argparse
@@ -45,7 +47,7 @@ SETS: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> recipe, and the sections that are replaced: methods meet the default policy and one way of training."""
 
 METHODS = ("fedavg", "fedprox", "moon", "feddyn", "fedavgm", "fedmsplit")
-TRIALS, SEEDS, ROUNDS, QUARTER = 14, 10, 30, 0.25
+TRIALS, SEEDS, QUARTER = 14, 10, 0.25
 
 
 def exhaustive(table: dict[str, Any], out: Path, jobs: int | None) -> tuple[dict[str, list[float]], float]:
@@ -59,7 +61,7 @@ def exhaustive(table: dict[str, Any], out: Path, jobs: int | None) -> tuple[dict
         "recipe": str(recipe),
         "seeds": list(range(1, SEEDS + 1)),
         "metric": list(planner.metrics),
-        "set": {"evaluate.every": 0, "checkpoint.every": ROUNDS},
+        "set": {"evaluate.every": 0, "checkpoint.every": table["rounds"]},
         "methods": methods,
         "search": {
             "trials": TRIALS,
@@ -120,11 +122,12 @@ def count_processor_seconds(folder: str) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
 
 
-def row(name: str, out: Path, jobs: int | None, minutes: float | None) -> str:
+def row(name: str, rounds: int, out: Path, jobs: int | None, minutes: float | None) -> str:
     """Return the line of the table for a set."""
     recipe, changes = SETS[name]
-    table = {**read_table(ROOT / "recipes" / f"{recipe}.toml"), **changes, "rounds": ROUNDS}
+    table = {**read_table(ROOT / "recipes" / f"{recipe}.toml"), **changes, "rounds": rounds}
     table["algorithm"] = {"name": "fedavg"}
+    table["clients"] = {key: value for key, value in table["clients"].items() if key != "validation"}
     if minutes:
         choice, reached = recommended(table, out / name / "recommended", minutes, jobs)
         return f"| {name} | {choice} | {100 * reached:.1f} | {minutes:.1f} |"
@@ -146,6 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "recommend")
     parser.add_argument("--sets", nargs="*", default=list(SETS), choices=list(SETS))
+    parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--jobs", type=int, default=None)
     parser.add_argument("--minutes", type=float, default=None, help="the recommendation's, without the study")
     parser.add_argument("--cpu", action="store_true", help="count seconds of the processor")
@@ -154,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if given.cpu:
             count_processor_seconds(folder)
         for name in given.sets:
-            print(row(name, given.out, given.jobs, given.minutes), flush=True)
+            print(row(name, given.rounds, given.out, given.jobs, given.minutes), flush=True)
 
 
 if __name__ == "__main__":

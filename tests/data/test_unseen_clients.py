@@ -66,6 +66,19 @@ def test_no_person_stands_on_both_sides_and_no_row_is_lost(share: float, seed: i
     assert len(test) == max(1, round(share * PEOPLE))
 
 
+def test_validation_clients_are_drawn_from_those_who_train() -> None:
+    """Also if the data's own test rows belong to others."""
+    columns = table()
+    assert columns.client is not None
+    split = torch.where(columns.client < 5, 0, 1).to(columns.split)
+    for seed in range(10):
+        spec = ClientsSpec(partition="by-client", validation_clients=0.4)
+        found = populate(replace(columns, split=split), spec, keys.key(seed, "population"))
+        held = set(columns.client[found.validation_rows].tolist())
+        assert len(held) == 2
+        assert held | set(columns.client[found.train.rows].tolist()) == set(range(5))
+
+
 @pytest.mark.parametrize(
     ("method", "own", "told"), [("ditto", 0.0, True), ("ditto", 0.25, False), ("fedavg", 0.0, False)]
 )

@@ -310,6 +310,33 @@ def test_the_question_and_the_guesses_are_said(tmp_path: Path) -> None:
     assert "take no part in training, and settings are chosen on rows of others that do not train either" in told[-1]
 
 
+@pytest.mark.parametrize(
+    ("tested", "given", "held_out"),
+    [
+        ("others", {}, {"validation_clients": 0.2}),
+        ("others", {"validation": 0.1}, {"validation": 0.1}),
+        ("others", {"validation": 0}, {"validation": 0, "validation_clients": 0.2}),
+        ("some", {}, {"validation": 0.1}),
+        ("few", {}, {"validation": 0.1}),
+    ],
+)
+def test_settings_are_chosen_on_people_who_do_not_train_if_the_test_rows_belong_to_such(
+    tmp_path: Path, tested: str, given: dict[str, Any], held_out: dict[str, Any]
+) -> None:
+    people = np.repeat(np.arange(6 if tested == "few" else 12), 10)
+    split = np.where(people < (4 if tested == "few" else 8), "train", "test")
+    split[0] = "test" if tested == "some" else "train"
+    draw = np.random.default_rng(0)
+    a, b = draw.normal(size=(2, len(people), 3)).astype("float32")
+    np.savez(tmp_path / "people.npz", label=draw.integers(2, size=len(people)), client=people, split=split, a=a, b=b)
+    data = {"name": "npz", "path": str(tmp_path / "people.npz"), "modalities": ["a", "b"]}
+    planner = Planner({**TABLE, "data": data, "clients": {"partition": "by-client", **given}})
+    assert {key: value for key, value in planner.table["clients"].items() if key.startswith("val")} == held_out
+    told: list[str] = []
+    planner.tell(told.append)
+    assert ("rows of those that do" in told[0]) == (tested != "some" and "validation_clients" not in held_out)
+
+
 def test_policies_that_leave_nothing_end_with_3_and_wrong_calls_with_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,9 +44,9 @@ SERVERS = {"fedavgm": "avgm", "fedadam": "adam", "fedyogi": "yogi", "fedadagrad"
 EVALUATES = (Algorithm.score.__name__, Algorithm.score_own.__name__, Algorithm.score_subsets.__name__)
 """The tasks that only evaluate."""
 
-VALIDATION_SHARE = 0.1
-"""The share of the clients' rows on which settings are chosen, unless the recipe or the data say which."""
-
+VALIDATION_SHARE, UNSEEN_SHARE = 0.1, 0.2
+"""The share of the clients' rows on which settings are chosen, unless the recipe or the data say which, and that of the
+clients if the test rows too belong to clients that take no part in training."""
 
 FEWEST_CLIENTS = 5
 """With fewer natural clients, none is held out to choose settings."""
@@ -117,7 +117,8 @@ class Planner:
         clients = self.table.setdefault("clients", {})
         held_out = any(clients.get(key) for key in ("validation", "validation_clients", "personal_validation"))
         if not held_out and not len(self.columns.rows(VALIDATION)):
-            clients["validation_clients" if self.unseen else "validation"] = VALIDATION_SHARE
+            others = self._tests_others and len(self._owners(TRAIN)) >= FEWEST_CLIENTS
+            clients |= {"validation_clients": UNSEEN_SHARE} if others else {"validation": VALIDATION_SHARE}
 
     @cached_property
     def columns(self) -> Columns:
@@ -128,30 +129,36 @@ class Planner:
             return stacked(recipe.data.load(), recipe.stack)
 
     @property
-    def unseen(self) -> bool:
-        """Whether the scores are about clients that take no part in training, of which there are enough to hold out."""
+    def _tests_others(self) -> bool:
+        """Whether the test rows belong to natural clients that take no part in training."""
         own = self.table.get("clients", {})
-        held = own.get("test_clients") is not None or own.get("folds") is not None
-        held = held and not own.get("personal_test")
-        return held and self.columns.client is not None and len(torch.unique(self.columns.client)) >= FEWEST_CLIENTS
+        if self.columns.client is None or own.get("personal_test"):
+            return False
+        if own.get("test_clients") is not None or own.get("folds") is not None:
+            return True
+        test = self._owners(TEST)
+        return len(test) > 0 and not bool(torch.isin(test, self._owners(TRAIN)).any())
+
+    def _owners(self, split: int) -> torch.Tensor:
+        """Return the natural clients with rows of a split."""
+        assert self.columns.client is not None
+        found: torch.Tensor = torch.unique(self.columns.client[self.columns.rows(split)])
+        return found
 
     def tell(self, say: Callable[[str], None]) -> None:
         """Say which question the scores answer: about clients that train, or about others."""
-        if self.columns.client is None:
-            return
         own = self.table["clients"]
-        if own.get("test_clients") is None and own.get("folds") is None:
-            test, train = (torch.unique(self.columns.client[self.columns.rows(split)]) for split in (TEST, TRAIN))
-            if bool(torch.isin(test, train).any()):
-                say(
-                    "the test rows belong to clients that train, so the scores say how good a method is for them. "
-                    "To ask about clients that take no part in training, add --set clients.test_clients=0.2"
-                )
-        else:
+        if self._tests_others:
             others = "others that do not train either" if own.get("validation_clients") else "those that do"
+            cure = '. "--set clients.validation=0" chooses them on others' if own.get("validation") else ""
             say(
                 "the test rows belong to clients that take no part in training, and settings are chosen on rows of "
-                f"{others}"
+                f"{others}{cure}"
+            )
+        elif self.columns.client is not None:
+            say(
+                "the test rows belong to clients that train, so the scores say how good a method is for them. "
+                "To ask about clients that take no part in training, add --set clients.test_clients=0.2"
             )
 
     def _plain(self) -> Recipe:

@@ -55,11 +55,12 @@ def held_out(columns: Columns, clients: ClientsSpec, key: int) -> Columns:
             *([_of_few(len(chosen), option, len(np.unique(client)))] if len(chosen) < FEW else []),
         )
     if clients.validation_clients:
+        people = np.unique(client[(split == TRAIN).numpy()])  # a split of the data may leave some without
         count = max(1, round(clients.validation_clients * len(people)))
         if count >= len(people):
             raise RecipeError(
-                f"[clients] validation_clients = {clients.validation_clients}: of {len(people)} natural clients none "
-                "would be left to train. Hold out fewer",
+                f"[clients] validation_clients = {clients.validation_clients}: of {len(people)} natural clients "
+                "with training rows none would be left to train. Hold out fewer",
                 ("clients", "validation_clients"),
             )
         held = people[keys.choice(keys.key(key, "validation clients"), len(people), count)]
