@@ -186,14 +186,14 @@ class Table(Source):
                 f"modalities = {{ {lines} }}",
                 ("data", "modalities"),
             )
-        frame = self._relabelled(frame, path)
+        frame = self.relabelled(frame)
         axes = {name: {1: "F", 2: "TF", 3: "CHW"}.get(len(shape), "") for name, shape in self.shapes.items()}
         more = {"class_names": self.class_names} if self.class_names else {}
         draft = drafted(frame, f"'{path}'", path.stem, self.given, problems, layout=axes | dict(self.layout), **more)
         draft = replace(draft, modalities=self._shaped(draft.modalities, problems))
         return checked_columns(draft, self.given, problems)
 
-    def _relabelled(self, frame: "pd.DataFrame", path: Path) -> "pd.DataFrame":
+    def relabelled(self, frame: "pd.DataFrame") -> "pd.DataFrame":
         """Return the table with the labels that `relabel` gives.
 
         Raises:
