@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -164,35 +164,38 @@ def recommend(
     if minutes:
         _is_claimed(folder, question)  # before half a minute of verdicts
     planner.remember(folder)
-    candidates = tuple(_judged(planner, [entry for entry in planner.all() if entry.method in wanted], say))
-    if not any(c.planned for c in candidates if c.method not in REFERENCES):
-        raise EgressError(_all_refused(candidates))
+    candidates = _judged(planner, wanted, say)
     if not minutes:  # a list alone writes nothing, so it is no question that takes the folder
         return Recommendation(candidates, None, (), folder)
     _claim(folder, question)
     with alone_in(folder, "another recommendation is writing here", "Wait for it, or choose another folder"):
-        planner.verdicts.write(folder)
         journal = Journal(folder / "plan.json", minutes, started=started)
         pilot = Pilot(folder, planner.table, planner.metrics, journal, jobs or machine.cores(), listeners, say=say)
         pilot.named, pilot.limits = frozenset(methods), {"bytes": max_bytes, "seconds": max_seconds}
-        result = _carried_out(pilot, planner, candidates)
-        _write(result, planner)
-        planner.verdicts.write(folder)
-        journal.write()
-    return result
+        return _carried_out(pilot, planner, candidates)
 
 
-def _judged(planner: Planner, entries: Sequence[Candidate], say: Callable[[str], None]) -> Iterator[Candidate]:
-    """Yield the candidates with their verdicts, and say from time to time how many there are."""
-    told = time.monotonic()
+def _judged(planner: Planner, wanted: set[str], say: Callable[[str], None]) -> tuple[Candidate, ...]:
+    """Return the candidates of these methods with their verdicts, and say from time to time how many there are.
+
+    Raises:
+        EgressError: the policies leave no method.
+    """
+    entries = [entry for entry in planner.all() if entry.method in wanted]
+    result, told = list[Candidate](), time.monotonic()
     for number, entry in enumerate(entries):
         if time.monotonic() - told > SILENCE:
             told = time.monotonic()
             say(f"policies: {number} of {len(entries)} methods and options checked")
-        yield planner.judge(entry)
+        result.append(planner.judge(entry))
+    if not any(c.planned for c in result if c.method not in REFERENCES):
+        raise EgressError(_all_refused(result))
+    return tuple(result)
 
 
 def _carried_out(pilot: Pilot, planner: Planner, candidates: tuple[Candidate, ...]) -> Recommendation:
+    """Carry out the pilot, and write the files of the folder."""
+    planner.verdicts.write(pilot.folder)
     pilot.arms = _arms(planner, candidates)
     for arm in pilot.arms.values():
         arm.named = arm.name in pilot.named
@@ -206,7 +209,11 @@ def _carried_out(pilot: Pilot, planner: Planner, candidates: tuple[Candidate, ..
         arms.append(Arm("linear", REFERENCE, {}, scores=scores))
     conclusion = concluded(arms, metric, subsets, lost, order=order, skipped=skipped)
     timed = replace(conclusion, out_of_time=pilot.out_of_time, minutes=pilot.journal.minutes)
-    return Recommendation(candidates, timed, tuple(arms), pilot.folder)
+    result = Recommendation(candidates, timed, tuple(arms), pilot.folder)
+    _write(result, planner)
+    planner.verdicts.write(pilot.folder)
+    pilot.journal.write()
+    return result
 
 
 def _chosen(pilot: Pilot, planner: Planner) -> tuple[list[Arm], dict[str, dict[int, float]], str]:
