@@ -233,3 +233,22 @@ def test_a_method_that_failed_on_some_seeds_is_not_called_alike() -> None:
     assert "feddyn" not in concluded([best, broken], ACCURACY, {}, {}, order=[best]).paragraph
     broken.failed = False
     assert "feddyn" in concluded([best, broken], ACCURACY, {}, {}, order=[best]).paragraph
+
+
+@pytest.mark.parametrize(
+    ("validation", "metric", "told"),
+    [
+        (0.975, ACCURACY, True),
+        (0.55, ACCURACY, True),
+        (0.78, ACCURACY, False),
+        (None, ACCURACY, False),
+        (3.0, ERROR, False),
+    ],
+)
+def test_validation_rows_that_are_unlike_the_test_rows_are_told(
+    validation: float | None, metric: Metric, told: bool
+) -> None:
+    chosen = arm("fedavg", [0.75, 0.76, 0.74], validation=validation)
+    text = concluded([chosen], metric, {}, {}, order=[chosen]).paragraph
+    assert ("they are unlike the test rows" in text) == told
+    assert ("On the validation rows it has 97.5:" in text) == (validation == 0.975)

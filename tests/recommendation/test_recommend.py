@@ -23,12 +23,14 @@ from test_candidates import TABLE, Planner
 import polyfed
 from polyfed.algorithms import ALGORITHMS
 from polyfed.cli import main
-from polyfed.core.errors import EgressError, RecipeError, TooFewReplies
+from polyfed.core.errors import Diverged, EgressError, RecipeError, TooFewReplies
 from polyfed.core.option_checks import search_ranges
 from polyfed.core.system.json_and_toml import parse_toml
 from polyfed.experiment.recipes.first_recipe import starter
 from polyfed.experiment.recipes.recipe import parse_recipe
 from polyfed.experiment.running.assembly import population_of
+from polyfed.experiment.running.loop import execute
+from polyfed.experiment.study import worker
 from polyfed.experiment.study.board import Board, Entry
 from polyfed.experiment.study.default_ranges import default_space
 from polyfed.recommendation import pilot as pilot_module
@@ -277,6 +279,34 @@ def test_a_learning_rate_of_the_recipe_that_diverges_drops_no_method(
     probes = [parse_toml(path.read_text()) for path in (tmp_path / "out" / "study").rglob("recipe.toml")]
     assert len(probes) == 4
     assert {probe["train"]["lr"] for probe in probes} == {min(default_space("fedavg", {})["train.lr"])}
+
+
+def test_a_method_whose_best_setting_diverges_on_a_reported_seed_goes_on_with_a_smaller_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On six views, FedAvg and three others were left out, since the search had chosen the largest rate."""
+    first = {row["method"]: row for row in asked(tmp_path / "first").table()}
+    bad = {name: first[name]["settings"]["train.lr"] for name in FEW}
+    assert min(bad.values()) > min(default_space("fedavg", {})["train.lr"]), "there are smaller ones"
+
+    def diverging(recipe: Any, *others: Any) -> Any:
+        table = recipe.table()
+        if table["train"]["lr"] == bad.get(table["algorithm"]["name"]) and recipe.seed == 2:
+            raise Diverged("training diverged")
+        return execute(recipe, *others)
+
+    monkeypatch.setattr(worker, "execute", diverging)
+    told: list[str] = []
+    found = asked(tmp_path / "out", say=told.append)
+    rows = {row["method"]: row for row in found.table()}
+    for name, rate in bad.items():
+        assert rows[name]["settings"]["train.lr"] < rate
+        assert len(rows[name]["scores"]) == 4, "all seeds, with one setting"
+        tried = [line for line in told if line.startswith(f"{name} goes on with train.lr = ")]
+        assert len(tried) == 1
+        assert f"train.lr = {rate:g}" in tried[0]
+    assert "was better on validation rows and diverged with seed 2." in found.paragraph
+    assert asked(tmp_path / "out").paragraph == found.paragraph, "what is decided stays"
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,9 @@ from polyfed.report.scores import Metric, interval_of
 WANTED = 0.02
 """The difference for which the paragraph says how many more seeds would show it: two points, or 2 % of an error."""
 
+FAR = 0.1
+"""From this difference on, validation rows are called unlike the test rows (ours)."""
+
 NAMED = 3
 """The most methods that a sentence names."""
 
@@ -108,6 +111,7 @@ class Conclusion:
     def sentences(self) -> Iterator[str]:
         """Yield the sentences of the paragraph."""
         yield self._choice()
+        yield from self._misjudged()
         yield from self._bounds()
         yield from self._tie()
         if (base := self._rival("fedavg")) is not None:
@@ -144,6 +148,17 @@ class Conclusion:
         if self.linear is not None:
             ends.append(f"{self._number(self.linear.mean)} by a linear model on all rows in one place")
         return f"{text}, against {_listed(ends)}." if ends else f"{text}."
+
+    def _misjudged(self) -> Iterator[str]:
+        """Yield that settings were chosen on rows that are unlike the test rows."""
+        score = self.choice.validation
+        if score is None or not self.choice.scores or not self.metric.share:
+            return
+        if abs(score - self.choice.mean) >= FAR:
+            yield (
+                f"On the validation rows it has {self._number(score)}: they are unlike the test rows, so the settings "
+                "that they chose may be far from the best, for every method."
+            )
 
     def _bounds(self) -> Iterator[str]:
         """Yield whether centralized training is worse, and whether the linear model is better.

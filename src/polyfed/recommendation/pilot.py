@@ -97,6 +97,8 @@ class Arm:
         scores: seed -> score.
         dropped: why it does not go on. Empty if it does.
         failed: whether a run on a reported seed failed.
+        diverged: the reported seed on which training diverged with the chosen values.
+        ranked: the settings of the search with their validation scores, the best first, without those that diverged.
         round_bytes: bytes of a round in both directions, by the probe. None if it has not been measured.
         seconds: seconds of a whole run, by the probe.
         overhead: seconds of a run besides its rounds.
@@ -118,6 +120,8 @@ class Arm:
     scores: dict[int, float] = field(default_factory=dict)
     dropped: str = ""
     failed: bool = False
+    diverged: int | None = None
+    ranked: list[tuple[dict[str, Any], float]] = field(default_factory=list)
     round_bytes: float | None = None
     seconds: float = 0.0
     overhead: float = 0.0
@@ -155,6 +159,26 @@ class Arm:
         """The `set` of the probe: with the smallest learning rate of the search, since the recipe's may diverge."""
         rates = self.space.get("train.lr", [])
         return {**self.changes, **({"train.lr": min(rates)} if rates else {})}
+
+    def take(self, values: Mapping[str, Any]) -> None:
+        """Go on with other values, as if the search had chosen them."""
+        self.chosen, self.scores = dict(values), {}
+        self.dropped, self.failed, self.diverged, self.interval = "", False, None, None
+
+    def calm(self) -> bool:
+        """Go on with the next best setting whose learning rates are smaller. Return whether there is one."""
+        rates = {key: value for key, value in self.chosen.items() if key.endswith(".lr")}
+        while self.ranked:
+            values, score = self.ranked.pop(0)
+            own = {key: values[key] for key in rates}
+            if own != rates and all(own[key] <= rate for key, rate in rates.items()):
+                self.edges = [
+                    f"{keys_text(self.chosen)} was better on validation rows and diverged with seed {self.diverged}"
+                ]
+                self.take(values)
+                self.validation = score
+                return True
+        return False
 
     @property
     def mean(self) -> float:
@@ -507,6 +531,7 @@ class Pilot:
                 self._study("search", searched, range(1, STEPS[0] + 1), search=search)
             finally:
                 self._learn()
+            self._settle(range(1, STEPS[0] + 1))
 
     @property
     def _least(self) -> int:
@@ -565,9 +590,11 @@ class Pilot:
             arm.scores |= {entry.seed: score for entry in entries if (score := entry.score(self.metrics)) is not None}
             if number in board.searches:
                 arm.chosen, arm.edges = dict(entries[0].chosen), board.edges(number)
+                arm.ranked = board.searches[number].ranked
                 arm.same, arm.near = _as_fedavg(arm, {**self.base, **arm.changes})
             if failed := [entry.why for entry in entries if entry.state == "failed"]:
                 arm.dropped, arm.failed = " ".join(failed[0].split()).partition(": ")[0], True
+                arm.diverged = next((entry.seed for entry in entries if entry.diverged), None)
             self.metric = self.metric or board.metric(number, entries)
             if self.metric is not None and entries:
                 group, _, name = self.metric.name.partition(".")
@@ -582,6 +609,26 @@ class Pilot:
         for number, why in board.blocked.items():
             if (arm := self.arms[board.cells[number].method]).role == "candidate" and not arm.dropped:
                 arm.dropped = why if self.journal.left > 0 else "the time ended before its search"
+
+    def _settle(self, seeds: Sequence[int]) -> None:
+        """Let methods that diverged on a reported seed go on with the next best setting of smaller learning rates.
+
+        The best rate of a search on few seeds is often near divergence, which says nothing against the method.
+        """
+        while True:
+            again = [arm for arm in self.arms.values() if arm.diverged is not None and arm.calm()]
+            if not again:
+                return
+            for arm in again:
+                arm.same, arm.near = _as_fedavg(arm, {**self.base, **arm.changes})
+                self.say(f"{arm.name} goes on with {keys_text(arm.chosen)}: {arm.edges[-1]}")
+            placebos = [arm for arm in self.arms.values() if arm.role in {method.name for method in again}]
+            for placebo in placebos:
+                placebo.take(self.arms[placebo.role].chosen)
+            try:
+                self._study("smaller learning rates", _settled([*again, *placebos]), seeds)
+            finally:
+                self._learn()
 
     def _seeds(self, stage: int, seeds: int, placebos: Callable[[Arm], dict[str, Any] | None]) -> None:
         """Let the better half of the methods go on, with the placebos of those that have one, on more seeds."""
@@ -598,6 +645,7 @@ class Pilot:
             self._study(f"{plan['seeds']} seeds", _settled(self.going), range(1, plan["seeds"] + 1))
         finally:
             self._learn()
+        self._settle(range(1, plan["seeds"] + 1))
 
     def _planned_seeds(
         self, stage: int, seeds: int, placebos: Callable[[Arm], dict[str, Any] | None]

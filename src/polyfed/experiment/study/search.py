@@ -112,6 +112,14 @@ class Searcher:
         chosen = (min if self.lowest else max)(scored, key=lambda trial: trial[1])
         return chosen[0]
 
+    @property
+    def ranked(self) -> list[tuple[Values, float]]:
+        """The trials that did not diverge, the best first; those that stopped come last, the longest first."""
+        sign = 1 if self.lowest else -1
+        scored = [(place, values, score) for place, (values, score) in enumerate(self.trials) if score is not None]
+        scored.sort(key=lambda trial: (-self.pruned.get(trial[0], self.rounds), sign * trial[2]))
+        return [(values, score) for _, values, score in scored]
+
     def ask(self) -> list[Values]:
         """Return the settings of the next batch, or an empty list when all trials are used."""
         if self.by_lines:
