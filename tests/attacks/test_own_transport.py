@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import http.client
 import json
+import logging
 import os
 import socket
 import ssl
@@ -731,6 +732,25 @@ def test_one_folder_has_one_server(federation: Federation) -> None:
     with refuses(RecipeError, "another server uses"):
         HubServer(federation.folder, "127.0.0.1", 0)
     assert ring(federation.queue.bell(SERVER))
+
+
+def test_a_server_closes_no_log_of_the_process_that_it_runs_in(tmp_path: Path) -> None:
+    """`logging.config.dictConfig`, which uvicorn calls unless it is told otherwise, closes every handler there is."""
+
+    class Mine(logging.Handler):
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+    mine = Mine()
+    server = HubServer(write_credentials(tmp_path, 0), "127.0.0.1", 0)
+    assert not mine.closed
+    server.server.should_exit = True
+    server.run()
+    logger = logging.getLogger("uvicorn.error")
+    assert not logger.isEnabledFor(logging.WARNING), "strangers could fill the disk"
+    assert logger.isEnabledFor(logging.ERROR)
 
 
 def test_only_this_user_reads_the_queue(federation: Federation) -> None:

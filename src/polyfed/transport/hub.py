@@ -7,6 +7,7 @@ a connection that breaks costs only what was under way.
 
 import asyncio
 import hashlib
+import logging
 import resource
 import socket
 import sqlite3
@@ -31,7 +32,7 @@ from typing_extensions import override
 from polyfed.core.errors import PolyfedError, RecipeError
 from polyfed.core.system.files import lock
 from polyfed.core.system.json_and_toml import parse_json
-from polyfed.core.system.log_lines import LogLines, logger_of
+from polyfed.core.system.log_lines import logger_of
 from polyfed.transport.carried import Carried, Meter
 from polyfed.transport.connection import FULL
 from polyfed.transport.logins import Keys, Logins, fingerprint, has_signed, renewal_text
@@ -688,7 +689,9 @@ class HubServer:
 
     def _config(self, app: Any, host: str, port: int, *, tls: bool) -> uvicorn.Config:
         files = {"ssl_keyfile": self.credentials / "server.key", "ssl_certfile": self.credentials / "server.pem"}
-        more: dict[str, Any] = {"log_config": _LOG, "access_log": False, "ws": "none", "timeout_keep_alive": 120}
+        # uvicorn's own way would close all handlers of this process; warnings of strangers could fill the disk
+        logger_of("hub", "stderr", "uvicorn", logging.ERROR)
+        more: dict[str, Any] = {"log_config": None, "access_log": False, "ws": "none", "timeout_keep_alive": 120}
         more["timeout_graceful_shutdown"] = END_SECONDS
         return public_config(app, host, port, **more, **(files if tls else {}))
 
@@ -719,13 +722,3 @@ def _certificate(folder: Path) -> bytes:
     text = (folder / "server.pem").read_text()
     end = text.index("-----END CERTIFICATE-----") + len("-----END CERTIFICATE-----")
     return ssl.PEM_cert_to_DER_cert(text[:end][text.index("-----BEGIN CERTIFICATE-----") :] + "\n")
-
-
-_LOG: dict[str, Any] = {
-    "version": 1,
-    "disable_existing_loggers": False,
-    "formatters": {"lines": {"()": LogLines, "role": "hub"}},
-    "handlers": {"lines": {"class": "logging.StreamHandler", "formatter": "lines", "stream": "ext://sys.stderr"}},
-    # no warnings: strangers could fill the disk with them
-    "loggers": {"uvicorn": {"handlers": ["lines"], "level": "ERROR", "propagate": False}},
-}

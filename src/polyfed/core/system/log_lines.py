@@ -64,19 +64,21 @@ class _Screen(logging.Handler):
             self.handleError(record)
 
 
-def logger_of(role: str, stream: str) -> logging.Logger:
-    """Return the logger of a server or of a device.
+def logger_of(role: str, stream: str, name: str = "", level: int = logging.INFO) -> logging.Logger:
+    """Return the logger of a server or of a device, or one of a library whose records become its lines.
 
     Args:
         role: see `LogLines`.
         stream: `stdout` or `stderr`.
+        name: the library's logger.
+        level: the lowest level of its lines.
     """
-    logger = logging.getLogger(f"polyfed.{role}")
+    logger = logging.getLogger(name or f"polyfed.{role}")
     if not logger.handlers:
         handler = _Screen(stream)
         handler.setFormatter(LogLines(role))
         logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
+        logger.setLevel(level)
         logger.propagate = False
     return logger
 
