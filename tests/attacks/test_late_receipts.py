@@ -253,6 +253,6 @@ def test_a_damaged_record_is_a_sentence(text: str, federation: Federation, caplo
 
 def test_the_record_names_no_file_outside_its_folder(tmp_path: Path) -> None:
     (tmp_path / "secret.json").write_text("{}")
-    with pytest.raises(ValueError, match="no name of a run"):
+    with refuses(ValueError, "no name"):
         read(tmp_path / FOLDER, "../secret")
     assert (tmp_path / "secret.json").exists()
