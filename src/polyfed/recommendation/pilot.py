@@ -121,7 +121,7 @@ class Arm:
     dropped: str = ""
     failed: bool = False
     diverged: int | None = None
-    ranked: list[tuple[dict[str, Any], float]] = field(default_factory=list)
+    ranked: list[tuple[Mapping[str, Any], float]] = field(default_factory=list)
     round_bytes: float | None = None
     seconds: float = 0.0
     overhead: float = 0.0
