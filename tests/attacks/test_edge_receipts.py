@@ -22,7 +22,8 @@ from polyfed.core.system.files import AUDIT, EGRESS, FACTS, PUBLIC_KEY, RECEIPTS
 from polyfed.data.column_fitting import Told
 from polyfed.deploy.device.tasks import packed
 from polyfed.deploy.edge.runtime import AtEdge, AtWork
-from polyfed.deploy.server.countersignatures import collect_receipts
+from polyfed.deploy.server.countersignatures import collect_receipts, with_late
+from polyfed.deploy.server.late_receipts import collect, read
 from polyfed.engines.protocol import ENROLLED, FAILED, REFUSED, SIGNED, Enrolment, hello, sign_packet
 from polyfed.experiment.certificate import certify, verify_certificate
 from polyfed.federation.wire.wire_format import Packet
@@ -411,3 +412,46 @@ def test_an_edge_books_what_its_devices_tell_of_their_columns_or_refuses_it(
     rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     booked = [(row["client"], row["field"], row["kind"], row["run"]) for row in rows if "verdict" in row]
     assert booked == ([(2, "sex", "statistic", "")] if allowed else [])
+
+
+def test_an_edge_and_a_device_behind_one_that_were_away_sign_later(tmp_path: Path) -> None:
+    """Edge 1 and a device of silo 0 are away at the end; edge 0 has signed, and its receipt stays as it is."""
+    real = AtEdge._countersigned
+
+    def away(self: AtEdge, edge: Any, recipe: Any, packet: Packet) -> Packet:
+        if edge.silo == 1:
+            return Packet({"verdict": FAILED, "reason": "away"})
+        told = real(self, edge, recipe, packet)
+        return Packet({**told.header, "devices": {"0": told.header["devices"]["0"]}})
+
+    with edge_devices(tmp_path, EDGES) as federation:
+        with patch.object(AtEdge, "_countersigned", away):
+            federation.run()
+        out, keys = federation.app / "run", tmp_path / "keys"
+        keys.mkdir()
+        for silo in range(2):
+            shutil.copy(federation.credentials / f"node-{silo}.pub", keys / f"silo-{silo}.pub")
+        shutil.copy(out / PUBLIC_KEY, keys / "server.pub")
+        first = json.loads((out / RECEIPTS).read_text())
+        assert [[*first["edges"]], sorted(first)] == [["0"], ["0", "edges"]]
+        before, _ = certify(out, tmp_path / "before.json", keys)
+        run = json.loads((out / FACTS).read_text())["run"]
+        owed = read(federation.credentials, run)
+        assert owed is not None
+        assert sorted(owed.absent) == [0, 1]
+        with patch.object(AtEdge, "_countersigned", away):
+            assert collect(federation.credentials, run, [0, 1]) == [0, 1]
+        assert json.loads((out / RECEIPTS).read_text()) == first
+        assert collect(federation.credentials, run, [0, 1]) == []
+        receipts = json.loads((out / RECEIPTS).read_text())
+        assert [[*receipts["edges"]], sorted(receipts)] == [["0", "1"], ["0", "1", "2", "3", "edges"]]
+        assert receipts["edges"]["0"] == first["edges"]["0"]
+        after, content = certify(out, tmp_path / "after.json", keys)
+    assert all(one["receipt"] for one in (*content["clients"], *content["edges"]))
+    for certificate in (before, after):
+        assert verify_certificate(certificate, keys, out, [federation.state(0), federation.state(1)]).faults == []
+    assert any("came after" in one for one in verify_certificate(before, None, out).remarks)
+    other = receipts["2"] | {"tie": receipts["3"]["tie"]}
+    kept, warned = {name: one for name, one in receipts.items() if name != "2"}, list[str]()
+    assert with_late(kept, {"2": other}, warned.append) == kept
+    assert "its edge named" in warned[0]

@@ -41,6 +41,7 @@ class Server:
         self.stop = Event()
         self.takes, self.fetched, self.partly = 2**20, 0, False
         self.key: Any = None  # signs the key of a log, and these tasks make no log
+        self.certificate = ""  # without TLS there is none
 
     def next(self) -> Any:
         self.asked += 1

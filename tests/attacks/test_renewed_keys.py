@@ -111,7 +111,7 @@ def test_a_key_is_renewed_in_the_middle_of_a_run_which_loses_nothing(toy: OwnDev
         result["state_sha256"]
         == polyfed.run(toy.recipe, toy.folder / "one", engine="sequential").result["state_sha256"]
     )
-    assert json.loads((toy.app / "run" / MEMBERS).read_text())["clients"]["1"] == made.now
+    assert json.loads((toy.app / "run" / MEMBERS).read_text())["signed"]["1"] == made.now
     shutil.copy(toy.app / "run" / PUBLIC_KEY, toy.credentials / "run.pub")
     file, content = certify(toy.app / "run", keys=toy.credentials)
     assert content["clients"][1]["name"] == "node-1"

@@ -26,6 +26,7 @@ from polyfed.deploy.app_folder import write_app, write_nodes
 from polyfed.deploy.credentials import write_credentials
 from polyfed.deploy.device import agent
 from polyfed.deploy.processes import free_ports
+from polyfed.experiment.certificate import certify, verify_certificate
 from polyfed.experiment.recipes.recipe import load_recipe
 from refusals import refuses
 
@@ -231,6 +232,33 @@ def test_a_run_over_the_own_transport_equals_a_simulation(begun: Callable[..., O
     assert federation.processes["server"].wait(30) in (0, -signal.SIGTERM)
     with refuses(TransportError, "no server uses"):
         submit(federation.app, federation.credentials, {})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_device_that_was_away_at_the_end_signs_when_it_is_back(begun: Callable[..., OwnFederation]) -> None:
+    """The server is killed and started meanwhile, and the certificate of before holds."""
+    text = (
+        RECIPE.format(rounds=3).replace('"scaffold"', '"fedavg"').replace("away_seconds = 120.0", "away_seconds = 2.0")
+    )
+    federation = begun(3, recipe=text)
+    run, out = federation.start("run"), federation.app / "run"
+    federation.until(lambda: "round 1:" in federation.log("run"), "round 1")
+    federation.kill("device-2")
+    assert run.wait(PATIENCE) == 0, federation.log("run")
+    assert {*json.loads((out / "receipts.json").read_text())} == {"0", "1"}
+    assert "clients 2 have not signed the run" in federation.log("run")
+    before, _ = certify(out, federation.folder / "before.json")
+    federation.kill("server")
+    federation.start("server")
+    federation.start("device-2")
+    federation.until(lambda: "2" in json.loads((out / "receipts.json").read_text()), "the receipt")
+    federation.until(lambda: not [*(federation.credentials / "receipts").iterdir()], "the end of the wait")
+    after, content = certify(out)
+    assert all(one["receipt"] for one in content["clients"])
+    logs = [place / "polyfed-state" for place in federation.places]
+    for certificate in (before, after):
+        assert not verify_certificate(certificate, run=out, logs=logs).faults
 
 
 KEPT_SECONDS, SPARE_SECONDS = 0.5, 3.0

@@ -134,6 +134,8 @@ class Connection:
     Attributes:
         contact: the reading of the monotonic clock when the server last answered; 0 if it never did.
         ends: when the server's certificate ends, in seconds since 1970; 0 if it has shown none.
+        certificate: SHA-256 of that certificate, in the form of DER; "" if it has shown none.
+        authority: SHA-256 of the file `ca`.
         told_of_cuts: the reading of the clock when the owner was last told that calls are cut.
 
     Raises:
@@ -143,11 +145,12 @@ class Connection:
     def __init__(self, address: str, ca: Path, key: PrivateKey, stop: Event, note: Callable[[str], None]) -> None:
         self.host, self.port = host_and_port(address)
         self.ca, self.key, self.stop, self.note = ca, key, stop, note
-        self.contact, self.ends = 0.0, 0.0
+        self.contact, self.ends, self.certificate = 0.0, 0.0, ""
         self._opened, self._warned, self._skewed, self.told_of_cuts = 0.0, -DAY, False, -DAY
         self._token, self._sent = "", math.inf
         self._way: http.client.HTTPSConnection | None = None
         try:
+            self.authority = hashlib.sha256(ca.read_bytes()).hexdigest()
             self._context = ssl.create_default_context(cafile=str(ca))
             self._context.minimum_version = ssl.TLSVersion.TLSv1_3
         except (OSError, ssl.SSLError) as error:
@@ -391,6 +394,8 @@ class Connection:
             self._opened = time.monotonic()
             shown: Any = self._way.sock.getpeercert() if isinstance(self._way.sock, ssl.SSLSocket) else None
             self.ends = ssl.cert_time_to_seconds(shown["notAfter"]) if shown else 0.0
+            whole = self._way.sock.getpeercert(binary_form=True) if shown else None
+            self.certificate = hashlib.sha256(whole).hexdigest() if whole else ""
         self._way.sock.settimeout(seconds)
         return self._way
 

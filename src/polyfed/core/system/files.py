@@ -52,6 +52,9 @@ MEMBERS, RECEIPTS = ".clients.json", "receipts.json"
 """Files in the folder of a deployed run: the device of each client number, which you may write before the first run,
 and the receipts of the devices."""
 
+SIGNED = "signed"
+"""The entry of `MEMBERS` with the keys with which clients have signed, of those that renewed them meanwhile."""
+
 CERTIFICATE = "certificate.json"
 """The file that `polyfed certify` writes into the folder of a run."""
 

@@ -22,9 +22,10 @@ from pathlib import Path
 from threading import BoundedSemaphore, Event, Lock, Thread
 from typing import Any, Self
 
-from polyfed.core.errors import BadReply, PolyfedError, RecipeError
+from polyfed.core.errors import BadReply, CheckpointError, PolyfedError, RecipeError
 from polyfed.core.system.files import lock, without_links
 from polyfed.core.system.log_lines import logger_of
+from polyfed.deploy.device.contacts import Contact, note_contact
 from polyfed.deploy.device.monitor import DeviceMonitor
 from polyfed.privacy.egress.audit_log.keys import tie
 from polyfed.transport.connection import TAKEN, TOO_LARGE, Connection
@@ -221,6 +222,7 @@ class Device:
         self.connection, self.config, self.tasks, self.limit, self.done = connection, config, tasks, limit, done
         self.state = Path(config["state"])
         self.failed = 0
+        self._noted: Contact | None = None
 
     def run(self) -> None:
         """Answer requests until the process ends, or the server refuses this device."""
@@ -239,7 +241,9 @@ class Device:
     def _turn(self) -> None:
         """Wait for a request, and answer it. No message of the server ends the device, and neither does a full disk."""
         try:
-            if (told := self.connection.next()) is not None:
+            told = self.connection.next()
+            self._note_contact()
+            if told is not None:
                 self._answer(Offer.read(told))
         except (InterruptedError, PolyfedError):
             raise
@@ -249,6 +253,22 @@ class Device:
         except Exception:  # a fault of polyfed, but the other devices of this process, and later requests, go on
             LOGGER.exception("client %s could not answer", self.config.get("client"))
             self.connection.stop.wait(PAUSE_SECONDS)
+
+    def _note_contact(self) -> None:
+        """Write to the audit log whose server this is, and which keys have changed, before anything leaves for it."""
+        line, client = self.connection, self.config.get("client")
+        if not line.certificate:
+            return
+        place = f"{line.host}:{line.port}", line.authority, client if type(client) is int else -1
+        now = Contact(*place, line.key.fingerprint, line.certificate, line.ends)
+        if now == self._noted:
+            return
+        try:
+            note_contact(self.state, now)
+        except CheckpointError as error:  # whatever would be written to the log is refused too, and says so
+            LOGGER.warning("client %s: %s", client, error)
+        tie(self.state, line.key)
+        self._noted = now
 
     def _answer(self, offer: Offer) -> None:
         self.tasks.prepare()

@@ -4,11 +4,11 @@ With edges it asks each edge, which signs what passed between its silo and the s
 server does (`device_receipts`) and passes their receipts on.
 
 The signed receipts are evidence for others, which `polyfed certify` puts into the certificate of the run. They change
-nothing in the run, so whatever goes wrong here is a line of the log.
+nothing in the run, so whatever goes wrong here is a line of the log. Who is away at the end signs later
+(`late_receipts`): what it signs does not change any more, and its receipt is added behind the others.
 """
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,13 @@ from polyfed.core.system.files import AUDIT, RECEIPTS, replace_text
 from polyfed.deploy.server.run_log import LOGGER
 from polyfed.engines.protocol import MOST_UNANSWERED, SIGNED, Patience, one_line, sign_packet
 from polyfed.federation.wire.wire_format import Packet
-from polyfed.privacy.egress.audit_log.edge_receipts import EDGE_RECEIPT, edge_receipt_in, joined, unanswered_parts
+from polyfed.privacy.egress.audit_log.edge_receipts import (
+    EDGE_RECEIPT,
+    EDGES,
+    edge_receipt_in,
+    joined,
+    unanswered_parts,
+)
 from polyfed.privacy.egress.audit_log.keys import is_signed, is_tied
 from polyfed.privacy.egress.audit_log.receipts import (
     RECEIPT,
@@ -26,6 +32,7 @@ from polyfed.privacy.egress.audit_log.receipts import (
     ledgers,
     log_rows,
     receipt_in,
+    receipts_text,
 )
 from polyfed.transport.logins import fingerprint
 
@@ -35,21 +42,22 @@ SIGN_SECONDS = 60.0
 AWAY_SECONDS = 5.0
 """How long the server waits for a device that is offline at the end of the run (inferred)."""
 
-EDGES, DEVICES = "edges", "devices"
-"""The key of the edges' receipts in the file of a run, and that of its devices' receipts in the answer of an edge."""
+DEVICES = "devices"
+"""The key of the receipts of its devices in the answer of an edge."""
 
 Warn = Callable[[str], object]
 """Writes a line to the log."""
 
-SignedBy = Callable[[int, str], object]
-"""Called with each client, or silo with an edge, and the fingerprint of its device's key at this time."""
+SignedBy = Callable[[int, str], bool]
+"""Called with each client, or silo with an edge, and the fingerprint of the key of a device that has signed. Returns
+whether this is the device of the client."""
 
 
 def collect_receipts(
     out: Path,
     run: str,
     transport: Any,
-    signed_by: SignedBy = lambda client, key: None,
+    signed_by: SignedBy = lambda client, key: True,
     silos: Mapping[int, Sequence[int]] | None = None,
 ) -> None:
     """Ask all devices of a finished run for their receipts, and write these to the run folder.
@@ -62,17 +70,75 @@ def collect_receipts(
         silos: the devices of each silo if silos have edges, which have enrolled in place of the devices.
     """
     try:
-        known = ledgers(log_rows(out / AUDIT), run) if (out / AUDIT).exists() else {}
+        known = ledgers_of(out, run)
+        kept = receipts_of(known, run, transport, signed_by, silos)
         if silos is None:
-            kept = device_receipts(known, run, transport, SIGN_SECONDS, LOGGER.warning, signed_by=signed_by)
             LOGGER.info("%d of %d devices have signed their ledgers", len(kept), len(known))
         else:
-            kept = _edge_receipts(known, run, transport, signed_by, silos)
             told = len(kept[EDGES]), len(silos), len(kept) - 1, sum(map(len, silos.values()))
             LOGGER.info("%d of %d edges and %d of %d devices have signed their ledgers", *told)
-        replace_text(out / RECEIPTS, json.dumps(kept, indent=1))
+        replace_text(out / RECEIPTS, receipts_text(kept))
     except (PolyfedError, OSError, ValueError) as error:
         LOGGER.warning("no device was asked to sign its ledger of the run: %s", error)
+
+
+def ledgers_of(out: Path, run: str) -> dict[int, ClientLedger]:
+    """Return the ledger of each client in a run, as the server has it.
+
+    Raises:
+        DataError, ValueError: the audit log is damaged.
+    """
+    return ledgers(log_rows(out / AUDIT), run) if (out / AUDIT).exists() else {}
+
+
+def receipts_of(
+    known: Mapping[int, ClientLedger],
+    run: str,
+    transport: Any,
+    signed_by: SignedBy,
+    silos: Mapping[int, Sequence[int]] | None,
+) -> dict[str, Any]:
+    """Ask who is in `transport.node_of`, and return the receipts as the file of a run holds them."""
+    if silos is not None:
+        return _edge_receipts(known, run, transport, signed_by, silos)
+    return device_receipts(known, run, transport, SIGN_SECONDS, LOGGER.warning, signed_by=signed_by)
+
+
+def without_receipt(
+    kept: Mapping[str, Any], known: Iterable[int], silos: Mapping[int, Sequence[int]] | None
+) -> list[int]:
+    """Return the clients that have not signed; with edges the silos of which the edge or a device has not."""
+    if silos is None:
+        return sorted(client for client in known if str(client) not in kept)
+    signed, asked = kept.get(EDGES, {}), set(known)
+    return sorted(
+        silo
+        for silo, own in silos.items()
+        if str(silo) not in signed or any(str(one) not in kept for one in own if one in asked)
+    )
+
+
+def with_late(kept: Mapping[str, Any], late: Mapping[str, Any], warn: Warn) -> dict[str, Any]:
+    """Return the receipts with later ones behind them. What has been signed stays, as certificates may hold it.
+
+    A device behind an edge is left out if the edge has named another key for it when it signed.
+    """
+    result = dict(kept)
+    if EDGES in late:
+        before = kept.get(EDGES, {})
+        result[EDGES] = {**before, **{silo: told for silo, told in late[EDGES].items() if silo not in before}}
+    named = {
+        client: key for told in result.get(EDGES, {}).values() for client, key in told["receipt"]["devices"].items()
+    }
+    for client, told in late.items():
+        if client == EDGES or client in kept:
+            continue
+        key = fingerprint(told["tie"]["key"].encode()) if "tie" in told else ""
+        if key and named.get(client, key) != key:
+            warn(f"client {client} has signed with the key {key}, and its edge named {named[client]}: left out")
+            continue
+        result[client] = told
+    return result
 
 
 def device_receipts(
@@ -83,7 +149,7 @@ def device_receipts(
     warn: Warn,
     *,
     left_out: Sequence[LeftOut] = (),
-    signed_by: SignedBy = lambda client, key: None,
+    signed_by: SignedBy = lambda client, key: True,
 ) -> dict[str, Any]:
     """Ask devices for their receipts, and return the receipt of each client that has signed.
 
@@ -103,8 +169,8 @@ def device_receipts(
 
     answers = _answers(transport, {client: sign_packet(run, client, left[client]) for client in there}, seconds)
     kept = _receipts_in("client", answers, read, warn)
+    kept = _own("client", kept, signed_by, warn)
     _compare("client", kept, {client: own.without(left[client]).root for client, own in there.items()}, warn)
-    _note(kept, signed_by)
     return {str(client): told for client, told in kept.items()}
 
 
@@ -126,10 +192,9 @@ def _edge_receipts(
         return told
 
     answers, warn = _answers(transport, asked, SIGN_SECONDS), LOGGER.warning
-    kept = _receipts_in("the edge of silo", answers, read, warn)
+    kept = _own("the edge of silo", _receipts_in("the edge of silo", answers, read, warn), signed_by, warn)
     roots = {silo: own.without(left[silo]).root for silo, own in crossed.items()}
     _compare("the edge of silo", kept, roots, warn)
-    _note(kept, signed_by)
     passed = dict[str, Any]()
     for silo in kept:
         passed |= _passed_on(_signed(answers[silo]), run, silos[silo])
@@ -208,10 +273,14 @@ def _check(told: Mapping[str, Any], asked: Mapping[str, Any], head: bytes) -> No
         raise ValueError("the key of its log is not signed by the key of a device")
 
 
-def _note(kept: Mapping[int, Mapping[str, Any]], signed_by: SignedBy) -> None:
+def _own(who: str, kept: Mapping[int, dict[str, Any]], signed_by: SignedBy, warn: Warn) -> dict[int, dict[str, Any]]:
+    """Return the receipts without those that another device has signed, and warn of these."""
+    result = dict(kept)
     for number, told in kept.items():
-        if "tie" in told:
-            signed_by(number, fingerprint(told["tie"]["key"].encode()))
+        if "tie" in told and not signed_by(number, key := fingerprint(told["tie"]["key"].encode())):
+            warn(f"{who} {number} has not signed its ledger of the run: the device with the key {key} has")
+            del result[number]
+    return result
 
 
 def _listed(left: Sequence[LeftOut]) -> list[list[int]]:

@@ -9,6 +9,7 @@ from polyfed.deploy.credentials import SERVER, care_for_certificate, check_serve
 from polyfed.deploy.metrics import require_prometheus
 from polyfed.deploy.processes import HOST, ServerPorts, listens
 from polyfed.deploy.server.jobs import Jobs, supervised
+from polyfed.deploy.server.late_receipts import waiting_for_receipts
 from polyfed.deploy.server.run_log import RUNS
 from polyfed.transport.hub import HubServer
 from polyfed.transport.queue import SERVER as SERVER_BELL
@@ -39,7 +40,7 @@ def server(credentials: Path, ports: ServerPorts, jobs: int = 1) -> None:
     hub = HubServer(credentials, ports.host, ports.port, lambda: care_for_certificate(credentials))
     if ports.metrics_port or ports.status_port:
         _add_monitors(hub, ports, statuses)
-    with supervised(Jobs(credentials), jobs):
+    with supervised(Jobs(credentials), jobs), waiting_for_receipts(credentials):
         hub.run()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from polyfed.core.errors import BadReply, CheckpointError, RecipeError
-from polyfed.core.system.files import MEMBERS, replace_text
+from polyfed.core.system.files import MEMBERS, SIGNED, replace_text
 from polyfed.core.system.json_and_toml import parse_json
 from polyfed.data.population.modality_assignment import devices_per_silo
 from polyfed.engines.protocol import Enrolment, SiloEnrolment
@@ -65,6 +65,11 @@ def _expected(recipe: Recipe) -> int:
     return silos * each
 
 
+def is_same_device(one: str, other: str, renewed: Mapping[str, str]) -> bool:
+    """Return whether two keys are those of one device; see `Membership` for `renewed`."""
+    return renewed.get(one, one) == renewed.get(other, other)
+
+
 class Membership:
     """The clients of a run folder. The first device that enrols with a client number keeps the number.
 
@@ -93,7 +98,7 @@ class Membership:
         renewed: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         self._path, self._joined, self._renewed = folder / MEMBERS, joined, renewed
-        session, self._devices, self.silos = self._read()
+        session, self._devices, self.silos, self._signed = self._read()
         self.session: int = max(session + 1, int(time.time() * 1000))
         self.left_out: dict[int, str] = {}
         self._write()
@@ -138,12 +143,18 @@ class Membership:
             self._write()
         return ""
 
-    def signed_by(self, client: int, key: str) -> None:
-        """Note with which of its keys, if it has had several, the device of a client has signed its ledger."""
-        renewed, known = self._renewed(), self._devices.get(str(client), key)
-        if known != key and renewed.get(known, known) == renewed.get(key, key):
-            self._devices[str(client)] = key
+    def signed_by(self, client: int, key: str) -> bool:
+        """Return whether a key is one of those of a client's device, and note that it has signed the ledger with it.
+
+        Its key at the end of the run stays noted too: an earlier certificate names that one.
+        """
+        known = self._devices.get(str(client), key)
+        if not is_same_device(known, key, self._renewed()):
+            return False
+        if self._signed.get(str(client), known) != key:
+            self._signed[str(client)] = key
             self._write()
+        return True
 
     def _follow(self) -> None:
         """Note the present keys of devices that have replaced theirs."""
@@ -168,22 +179,26 @@ class Membership:
             )
         return ""
 
-    def _read(self) -> tuple[int, dict[str, str], dict[int, list[int]]]:
-        """Return the number of the last session, client number -> device, and the devices of silos with an edge."""
+    def _read(self) -> tuple[int, dict[str, str], dict[int, list[int]], dict[str, str]]:
+        """Return the number of the last session, client number -> device, the devices of silos with an edge, and with
+        which key a client has signed if it is not that of its device.
+        """
         if not self._path.exists():
-            return -1, {}, {}
+            return -1, {}, {}, {}
         try:
             result: dict[str, Any] = parse_json(self._path.read_text())
             devices = {str(number): device for number, device in result["clients"].items()}
             if not all(isinstance(device, str) for device in devices.values()):
                 raise ValueError("a client has no key")
             silos = {int(silo): list(map(int, own)) for silo, own in result.get("silos", {}).items()}
-            return int(result.get("session", -1)), devices, silos
+            signed = {str(number): str(key) for number, key in result.get(SIGNED, {}).items()}
+            return int(result.get("session", -1)), devices, silos, signed
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{self._path} is damaged: {error}. Restore it from a copy") from error
 
     def _write(self) -> None:
         silos = {"silos": {str(silo): own for silo, own in self.silos.items()}} if self.silos else {}
-        told = {"session": self.session, "clients": self._devices, **silos}
+        signed = {SIGNED: self._signed} if self._signed else {}
+        told = {"session": self.session, "clients": self._devices, **silos, **signed}
         replace_text(self._path, json.dumps(told, indent=1))
         self._path.chmod(0o600)

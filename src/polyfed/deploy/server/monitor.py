@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from polyfed.core.errors import RecipeError
-from polyfed.core.system.files import MEMBERS
+from polyfed.core.system.files import MEMBERS, SIGNED
 from polyfed.core.system.json_and_toml import parse_json
 from polyfed.deploy.metrics import CONTENT_TYPE, installed, registry
 from polyfed.deploy.server.jobs import STATES as JOB_STATES
@@ -133,7 +133,8 @@ def _clients_of(folder: Path) -> dict[str, str]:
     The result is empty if the folder holds no readable file about its clients.
     """
     try:
-        return {device: number for number, device in parse_json((folder / MEMBERS).read_text())["clients"].items()}
+        told = parse_json((folder / MEMBERS).read_text())
+        return {device: number for part in ("clients", SIGNED) for number, device in told.get(part, {}).items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 

@@ -5,10 +5,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from polyfed.core.errors import PolyfedError
 from polyfed.core.system.files import RECEIPTS
 from polyfed.deploy.app_folder import APP, RECIPE, app_config, placed
 from polyfed.deploy.device.tasks import packed
 from polyfed.deploy.server.jobs import Job, Jobs
+from polyfed.deploy.server.late_receipts import owe
 from polyfed.deploy.server.membership import expected
 from polyfed.deploy.server.run_log import LOGGER, RUNS, STATUS_FOLDER
 from polyfed.deploy.server.server import finished, serve
@@ -41,6 +43,7 @@ def run_here(
     out = Path(config["out"])
     if finished(placed(load_recipe(app / RECIPE), config["data"]), out) and (out / RECEIPTS).exists():
         LOGGER.info("the run in %s is at its end: nothing to do. Another --out begins another run", out)
+        _owe(credentials, out, app)
         return out
     os.environ[STATUS_FOLDER] = str((credentials / RUNS).absolute())
     model = app / APP_COPY
@@ -54,7 +57,16 @@ def run_here(
     finally:
         transport.end()
         register.close()
+    _owe(credentials, out, app)
     return out
+
+
+def _owe(credentials: Path, out: Path, app: Path) -> None:
+    """Let the server ask those for their receipts who were away at the end. The run is as good without."""
+    try:
+        owe(credentials, out, (app / RECIPE).read_text(encoding="utf-8"))
+    except (PolyfedError, OSError, ValueError) as error:
+        LOGGER.warning("devices that have not signed the run in %s are not asked later: %s", out, error)
 
 
 def enqueue(app: Path, credentials: Path, changes: Mapping[str, str], at: float, wait: float) -> Job:

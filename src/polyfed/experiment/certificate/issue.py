@@ -31,6 +31,7 @@ from polyfed.core.system.files import (
     RECIPE,
     RESULT,
     ROUNDS,
+    SIGNED,
     replace_text,
 )
 from polyfed.core.system.json_and_toml import parse_json
@@ -40,7 +41,7 @@ from polyfed.experiment.running.lock import alone_in
 from polyfed.federation.secure_aggregation import messages as secure
 from polyfed.privacy.differential.accounting import Accounting
 from polyfed.privacy.egress.audit_log import merkle
-from polyfed.privacy.egress.audit_log.edge_receipts import edge_receipt_in, joined, unanswered_parts
+from polyfed.privacy.egress.audit_log.edge_receipts import EDGES, edge_receipt_in, joined, unanswered_parts
 from polyfed.privacy.egress.audit_log.keys import canonical, key_text, signed
 from polyfed.privacy.egress.audit_log.log import HEAD, PRIVATE_KEY, making_key, private_key
 from polyfed.privacy.egress.audit_log.receipts import ClientLedger, ledgers, log_rows, receipt_in
@@ -168,12 +169,14 @@ def _key_of_run(folder: Path) -> Ed25519PrivateKey:
     return private_key(path)
 
 
-def evidence(folder: Folder, names: Mapping[str, str]) -> dict[str, Any]:
+def evidence(folder: Folder, names: Mapping[str, str], receipts: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return what the files of a run say, for its certificate.
 
     Args:
         folder: the run.
         names: fingerprint of a device's key -> name of the device.
+        receipts: what devices and edges have signed; by default, all that the folder holds. Further ones may have come
+            since a certificate was made.
 
     Raises:
         DataError: a file is missing or damaged, or the files contradict each other.
@@ -187,8 +190,9 @@ def evidence(folder: Folder, names: Mapping[str, str]) -> dict[str, Any]:
         known = ledgers(rows, name)
     except ValueError as error:
         raise DataError(f"{folder.path / EGRESS} is damaged: {error}. Restore it from a copy") from None
-    edges = list(_edges(folder, known, names)) if audited and _has_edges(folder) else None
-    clients = list(_clients(folder, known, rounds, names, edges))
+    signed = receipts_in(folder) if receipts is None else receipts
+    edges = list(_edges(folder, known, names, signed)) if audited and _has_edges(folder) else None
+    clients = list(_clients(folder, known, rounds, names, edges, signed))
     _refuse_gaps(folder, known, rounds)
     kind = SIMULATION if not audited else DEPLOYMENT if edges is None else WITH_EDGES
     return {
@@ -240,9 +244,30 @@ def _members(folder: Folder, key: str) -> dict[int, Any]:
     return {int(number): told for number, told in _table(folder.path / MEMBERS).get(key, {}).items()}
 
 
-def _edges(folder: Folder, known: Mapping[int, ClientLedger], names: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+def _keys(folder: Folder, receipts: Mapping[str, Any]) -> dict[int, str]:
+    """Return the key of each member: as it logged in, or the one that it had renewed to when it signed."""
+    signed = {number: key for number, key in _members(folder, SIGNED).items() if str(number) in receipts}
+    return _members(folder, "clients") | signed
+
+
+def receipts_in(folder: Folder) -> dict[str, Any]:
+    """Return what devices and edges have signed, as the file of a run holds it.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    result = _table(folder.path / RECEIPTS)
+    if _has_edges(folder):
+        _receipts_behind(folder, result)
+    return result
+
+
+def _edges(
+    folder: Folder, known: Mapping[int, ClientLedger], names: Mapping[str, str], signed: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
     """Yield what the certificate says about the edge of each silo: what passed between it and the server."""
-    keys, receipts = _members(folder, "clients"), _receipts_behind(folder)[0]
+    receipts = _receipts_behind(folder, signed)[0]
+    keys = _keys(folder, receipts)
     for silo, clients in sorted(_members(folder, "silos").items()):
         own = joined(known.get(client, ClientLedger()) for client in clients)
         left = unanswered_parts(own)[:MOST_UNANSWERED]
@@ -261,7 +286,7 @@ def _edges(folder: Folder, known: Mapping[int, ClientLedger], names: Mapping[str
 def _devices(folder: Folder, receipts: Mapping[str, Any], edges: Sequence[Mapping[str, Any]] | None) -> dict[int, str]:
     """Return the key of the device of each client: as it logged in here, or as its edge or its receipt says."""
     if edges is None:
-        return _members(folder, "clients")
+        return _keys(folder, receipts)
     result = dict[int, str]()
     for edge in edges:
         told = {} if edge["receipt"] is None else edge["receipt"]["receipt"]["devices"]
@@ -271,15 +296,15 @@ def _devices(folder: Folder, receipts: Mapping[str, Any], edges: Sequence[Mappin
     return result
 
 
-def _receipts_behind(folder: Folder) -> tuple[dict[str, Any], dict[str, Any]]:
+def _receipts_behind(folder: Folder, signed: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the receipts of edges and those of devices behind edges, whose keys the certificate names.
 
     Raises:
         DataError: one has another form.
     """
-    told = _table(folder.path / RECEIPTS)
+    told = dict(signed)
     try:
-        edges = {silo: edge_receipt_in(one) for silo, one in told.pop("edges", {}).items()}
+        edges = {silo: edge_receipt_in(one) for silo, one in told.pop(EDGES, {}).items()}
         return edges, {client: receipt_in(one) for client, one in told.items()}
     except (ValueError, AttributeError, TypeError) as error:
         raise DataError(f"{folder.path / RECEIPTS} is damaged: {error}. Restore it from a copy") from None
@@ -291,10 +316,11 @@ def _clients(
     rounds: list[dict[str, Any]],
     names: Mapping[str, str],
     edges: Sequence[Mapping[str, Any]] | None,
+    signed: Mapping[str, Any],
 ) -> Iterator[dict[str, Any]]:
     """Yield what the certificate says about each client. Behind an edge, its receipt answers for what left."""
     asked = Counter(client for row in rounds for client in row.get("cohort", ()))
-    receipts = _table(folder.path / RECEIPTS) if edges is None else _receipts_behind(folder)[1]
+    receipts = signed if edges is None else _receipts_behind(folder, signed)[1]
     devices = _devices(folder, receipts, edges)
     facts = {one["id"]: one for one in folder.facts.get("clients", ())}
     for client in sorted({*known, *asked, *devices}):

@@ -5,6 +5,7 @@ for which Merkle root; with the files of the run, everything that the certificat
 logs of devices, the rows behind their receipts are too.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
 from polyfed.core.errors import DataError, PolyfedError, counted
-from polyfed.core.system.files import AUDIT, PUBLIC_KEY
+from polyfed.core.system.files import AUDIT, PUBLIC_KEY, RECEIPTS
 from polyfed.core.system.json_and_toml import parse_json
 from polyfed.experiment.certificate.issue import (
     FORMAT,
@@ -24,9 +25,10 @@ from polyfed.experiment.certificate.issue import (
     PublicKeys,
     digest_of,
     evidence,
+    receipts_in,
     root_of_clients,
 )
-from polyfed.privacy.egress.audit_log.edge_receipts import EDGE_RECEIPT, EdgeReceipt, crossing
+from polyfed.privacy.egress.audit_log.edge_receipts import EDGE_RECEIPT, EDGES, EdgeReceipt, crossing
 from polyfed.privacy.egress.audit_log.keys import canonical, is_signed, is_tied, key_text
 from polyfed.privacy.egress.audit_log.receipts import (
     RECEIPT,
@@ -36,6 +38,8 @@ from polyfed.privacy.egress.audit_log.receipts import (
     Receipt,
     ledgers,
     log_rows,
+    receipt_in,
+    receipts_text,
 )
 from polyfed.privacy.egress.audit_log.verification import public_key, verify
 from polyfed.report.reading.run_folder import Folder
@@ -360,15 +364,21 @@ def _count_receipts(content: Mapping[str, Any], found: Verification) -> None:
 
 def _compare_run(content: Mapping[str, Any], run: Path, found: Verification) -> None:
     """Compare a certificate with the files of its run, from which everything in it is computed again."""
-    folder = Folder(run)
+    folder, late = Folder(run), False
     for name, digest in content["files"].items():
         if not (folder.path / name).is_file():
             found.faults.append(f"{folder.path / name} is missing")
         elif digest_of(folder.path / name) != digest:
-            found.faults.append(f"{folder.path / name} is not the certified file")
+            if name == RECEIPTS and _has_grown(content, folder, digest):
+                late = True
+            else:
+                found.faults.append(f"{folder.path / name} is not the certified file")
     try:
         named = (*content["clients"], *content.get("edges", ()))
-        now = evidence(folder, {one["device"]: one["name"] for one in named if one["device"]})
+        names = {one["device"]: one["name"] for one in named if one["device"]}
+        now = evidence(folder, names, _certified(content, receipts_in(folder)) if late else None)
+        if late:
+            _check_late(content, evidence(folder, names), found)
     except PolyfedError as error:
         found.faults.append(str(error))
         return
@@ -379,6 +389,51 @@ def _compare_run(content: Mapping[str, Any], run: Path, found: Verification) -> 
     _compare_each("edges", "silo", content, now, str(folder.path), found)
     if not found.faults:
         found.remarks.append(f"all of it follows from the files in {folder.path}")
+
+
+def _certified(content: Mapping[str, Any], receipts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the receipts of a run's file that the certificate has, in the order of the file."""
+    clients = {str(one["client"]) for one in content["clients"] if one["receipt"] is not None}
+    silos = {str(one["silo"]) for one in content.get("edges", ()) if one["receipt"] is not None}
+    result = dict[str, Any]()
+    for name, told in receipts.items():
+        if name == EDGES and "edges" in content:
+            result[name] = {silo: one for silo, one in told.items() if silo in silos}
+        elif name in clients:
+            result[name] = told
+    return result
+
+
+def _has_grown(content: Mapping[str, Any], folder: Folder, digest: str) -> bool:
+    """Return whether the file of a run's receipts is the certified one with later receipts behind the others."""
+    try:
+        receipts = receipts_in(folder)
+        text = (folder.path / RECEIPTS).read_text(encoding="utf-8")
+    except (OSError, ValueError, DataError):
+        return False
+    before = receipts_text(_certified(content, receipts)).encode()
+    known = {str(one["client"]) for one in content["clients"]} | ({EDGES} if "edges" in content else set())
+    whole = receipts_text(receipts) == text and receipts.keys() <= known
+    return whole and hashlib.sha256(before).hexdigest() == digest
+
+
+def _check_late(content: Mapping[str, Any], now: Mapping[str, Any], found: Verification) -> None:
+    """Check the receipts that came after the certificate was made, and are not in it."""
+    late, faults = list[str](), len(found.faults)
+    vouched = _check_edges(now, None, found) if "edges" in content else {}
+    before = {one["client"]: one for one in content["clients"]}
+    for one in now["clients"]:
+        if one["receipt"] is not None and before.get(one["client"], one)["receipt"] is None:
+            late.append(str(one["client"]))
+            try:
+                receipt_in(one["receipt"])
+            except ValueError as error:
+                found.faults.append(f"client {one['client']}: {error}")
+                continue
+            _check_client(one, now, None, vouched, found)
+    if len(found.faults) == faults:
+        named = f"clients {', '.join(late[:MOST_TOLD])}" if late else "an edge"
+        found.remarks.append(f"receipts came after the certificate: {named}; `polyfed certify` makes one with them")
 
 
 def _compare_each(

@@ -34,6 +34,9 @@ from polyfed.privacy.egress.ledger import TO_CLIENT
 EDGE_RECEIPT = b"polyfed edge receipt 1\n"
 """What the signed text begins with, so that the receipt of an edge never passes for that of a device."""
 
+EDGES = "edges"
+"""The key of the edges' receipts in the file of a run, beside which those of devices stand."""
+
 END = 2**31 - 1
 """The end of the numbers of a round's requests."""
 

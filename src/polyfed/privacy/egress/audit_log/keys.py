@@ -89,7 +89,7 @@ def tie(folder: Path, key: LoginKey) -> None:
         OSError: the signature cannot be written.
     """
     path = folder / PUBLIC_KEY
-    if not path.is_file():  # the first enrolment makes it
+    if not path.is_file():  # the first contact makes it
         return
     try:
         log = load_pem_public_key(path.read_bytes())

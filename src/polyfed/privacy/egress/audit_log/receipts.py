@@ -124,6 +124,11 @@ def receipt_in(header: Mapping[str, Any], form: TypeAdapter[Any] = _RECEIPT) -> 
     return result
 
 
+def receipts_text(kept: Mapping[str, Any]) -> str:
+    """Return the text of the file of a run's receipts, in its one form: later ones stand behind the earlier ones."""
+    return json.dumps(kept, indent=1)
+
+
 @dataclass(frozen=True)
 class ClientLedger:
     """The rows of one client in one run.
