@@ -1,7 +1,9 @@
 """A server that devices reach under a further name, and tokens for the devices that an edge still lacks."""
 
 import socket
+import ssl
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,49 @@ def test_a_name_that_is_none_or_an_authority_elsewhere_is_refused(tmp_path: Path
     assert (tmp_path / "s" / "server.pem").read_bytes() == before
     assert registration.issue(tmp_path / "s", "", None, address="b.example.org:9092").entry.number == 1
     assert said(capsys, "server", "host", tmp_path / "nothing", "c.example.org")[0] == 2
+
+
+NO_HOSTS = [
+    "*.example.org",
+    "fe80::1%eth0",
+    "fe80::1%\x1b[31m",
+    "127.1",
+    "1.2.3.999",
+    "a-.org",
+    "bücher.org",
+    "0.0.0.0",
+]
+
+
+@pytest.mark.parametrize("name", NO_HOSTS)
+def test_a_name_that_no_device_can_reach_changes_nothing(name: str, tmp_path: Path, capsys: Any) -> None:
+    registration.begin(tmp_path / "s", ["a.example.org"], 9092, [""], 1.0)
+    before = (tmp_path / "s" / "server.pem").read_bytes()
+    address = f"[{name}]:9092" if ":" in name else f"{name}:9092"
+    for words in (
+        ("init", tmp_path / "new", "--host", name),
+        ("host", tmp_path / "s", name),
+        ("token", tmp_path / "s", "--address", address),
+    ):
+        code, text = said(capsys, "server", *words)
+        assert (code, "neither a name nor an address" in text, "\x1b" in text) == (2, True, False), words
+    assert (tmp_path / "s" / "server.pem").read_bytes() == before
+    assert not (tmp_path / "new").exists()
+    assert len(registration.devices(tmp_path / "s")) == 1
+
+
+def test_a_server_whose_name_is_longer_than_a_subject_may_be_is_reached(tmp_path: Path) -> None:
+    name = f"{'a' * 63}.example.org"
+    folder = tmp_path / "s"
+    registration.begin(folder, [name], 9092, [""], 1.0)
+    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context(cafile=folder / "ca.pem")
+    server.load_cert_chain(folder / "server.pem", folder / "server.key")
+    here, there = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [client.wrap_bio(here, there, server_hostname=name), server.wrap_bio(there, here, server_side=True)]
+    for end in (*ends, *ends):
+        with suppress(ssl.SSLWantReadError):
+            end.do_handshake()
+    assert ends[0].version() == "TLSv1.3", "the device has verified the name"
 
 
 # an edge

@@ -581,6 +581,34 @@ def test_replies_that_are_never_finished_do_not_fill_the_disk(federation: Federa
     assert not [path for path in federation.queue.folder.iterdir() if path.suffix in (".part", ".whole", ".reply")]
 
 
+def held() -> list[str]:
+    """The deleted replies that this process, which is the server's too, has open."""
+    found = list[str]()
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            found.append(os.readlink(link))
+    return [path for path in found if path.endswith(".part (deleted)")]
+
+
+def test_a_reply_that_drips_on_after_its_request_was_closed_holds_no_disk(federation: Federation) -> None:
+    device, name = federation.device(0), federation.asked()
+    device.next()
+    line, part = plain(federation), federation.queue.reply(name, "part")
+    head = f"PUT /v1/replies/{name}?offset=0&size={MOST} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {device._token}"
+    line.sendall(f"{head}\r\ncontent-length: {MOST}\r\n\r\n".encode() + BODY)
+    end = time.monotonic() + 10
+    while not (part.exists() and part.stat().st_size) and time.monotonic() < end:
+        time.sleep(0.02)
+    federation.queue.shut(RUN, [name])
+    assert held(), "the call goes on"
+    line.sendall(b"x")
+    while held() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not held()
+    line.close()
+    assert federation.state(name) == LATE
+
+
 def test_a_reply_whose_run_ends_while_it_is_taken_is_late(federation: Federation, monkeypatch: Any) -> None:
     """It is no fault of the server, after which the device would send it again."""
     device, name, taken = federation.device(0), federation.asked(), hub.Hub._take

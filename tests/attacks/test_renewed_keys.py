@@ -19,7 +19,7 @@ from engines.own_devices import OwnDevices, own_devices
 from engines.test_own_modes import method
 from polyfed.cli import main
 from polyfed.core.errors import RecipeError, TransportError
-from polyfed.core.system.files import MEMBERS, PUBLIC_KEY, ROUNDS
+from polyfed.core.system.files import AUDIT, MEMBERS, PUBLIC_KEY, ROUNDS
 from polyfed.deploy.app_folder import write_app
 from polyfed.deploy.credentials import write_credentials
 from polyfed.deploy.device import joining
@@ -28,6 +28,7 @@ from polyfed.deploy.server import registration
 from polyfed.experiment.certificate import certify, verify_certificate
 from polyfed.transport.connection import Connection
 from polyfed.transport.logins import PrivateKey, renewal_text
+from polyfed.transport.register_log import LOG
 from polyfed.transport.tokens import RETIRED
 from refusals import refuses
 
@@ -278,6 +279,33 @@ def test_a_device_that_renews_without_end_must_wait(federation: Federation, monk
     thief = Thief(federation, federation.joined().file.parent / "node.key")
     found = [thief.call(new=a_key(federation, f"{number}.key")) for number in range(5)]
     assert found == [200, 200, 200, 429, 429]
+
+
+def test_a_device_that_renews_each_new_key_fills_neither_log_nor_folder(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each key of the chain is another one, and the server knows that they are one device's."""
+    monkeypatch.setattr("polyfed.transport.hub.RENEWALS", 3.0)
+    thief, log = Thief(federation, federation.joined().file.parent / "node.key"), federation.folder / LOG / AUDIT
+
+    def renewed(name: str) -> int:
+        new = a_key(federation, f"{name}.key")
+        if (status := thief.call(new=new)) == 200:
+            thief.line.key = new
+        return status
+
+    assert [renewed(str(number)) for number in range(3)] == [200] * 3
+    size, known = len(log.read_bytes()), registered(federation)
+    assert renewed("refused") == 429
+    assert renewed("refused again") == 429
+    assert not registered(federation).keys() - known.keys()
+    grown = log.read_bytes()[size:]
+    assert len(grown.splitlines()) == 2, "the first use of the third key, and its seal"
+    assert b'"event":"renewing"' not in grown
+    other = Thief(federation, federation.joined(1, "second").file.parent / "node.key", "second.key")
+    assert other.call(new=a_key(federation, "second-new.key")) == 200, "another device is not kept out"
+    monkeypatch.setattr("polyfed.transport.hub.RENEWAL_SECONDS", 1e-3)
+    assert renewed("after a while") == 200
 
 
 def test_the_command(federation: Federation, capsys: Any) -> None:

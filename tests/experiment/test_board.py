@@ -176,6 +176,7 @@ RULES: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
     ("a placebo that is the method, as a setting", _choose("placebo", "algorithm.placebo", "none"), "another value"),
     ("a setting inside of a value", _choose("method", "rounds.more", 1), "is a value"),
     ("a section that is none", _set("control.recipe.algorithm", 3), "section"),
+    ("a section that is a text", _set("control.recipe.server", "os:system"), "section"),
 ]
 
 

@@ -9,6 +9,7 @@ private key never leaves the device.
 import ipaddress
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -49,7 +50,13 @@ RENEWED_DAYS = 10
 LOOPBACK = ("127.0.0.1", "localhost")
 """Names in every server certificate, under which commands on the server's machine reach the server."""
 
-_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9-]{0,62})(\.[A-Za-z0-9]([A-Za-z0-9-]{0,62}))*")
+_LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+
+_NAME = re.compile(rf"(?=.{{1,253}}$)(?:{_LABEL}\.)*(?![0-9]+$){_LABEL}")
+"""Names of machines. The last part is no number, or resolvers would take 127.1 or 1.2.3.999 for an address."""
+
+_LONGEST_SUBJECT = 64
+"""Most characters of a subject's common name (RFC 5280, ub-common-name). TLS reads the alternative names instead."""
 
 
 def write_credentials(folder: str | Path, nodes: int, hosts: Sequence[str] = ()) -> Path:
@@ -73,7 +80,7 @@ def write_credentials(folder: str | Path, nodes: int, hosts: Sequence[str] = ())
     if nodes < 0:
         raise RecipeError(f"{nodes} node keys; give a number from 0 (--keys)")
     for host in hosts:
-        _check_host(host)
+        _host(host)
     folder.mkdir(parents=True, exist_ok=True)
     there = [name for name in SERVER if (folder / name).exists()]
     if not there:
@@ -151,7 +158,7 @@ def add_hosts(folder: Path, hosts: Sequence[str]) -> list[str]:
         RecipeError: a host is neither a name nor an address, a file is missing or damaged, or `ca.key` is elsewhere.
     """
     for host in hosts:
-        _check_host(host)
+        _host(host)
     check_server(folder, [name for name in SERVER if (folder / name).exists()])
     if not (folder / AUTHORITY_KEY).is_file():
         raise RecipeError(
@@ -223,14 +230,6 @@ def care_for_certificate(credentials: Path) -> None:
         logger.warning("%s", error)
 
 
-def _check_host(host: str) -> None:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        if not _NAME.fullmatch(host):
-            raise RecipeError(f"--host '{host}' is neither a name nor an address; as server.example.org") from None
-
-
 def _write_node(folder: Path, node: int) -> None:
     key = ec.generate_private_key(ec.SECP384R1())
     _secret(folder / f"node-{node}.key", key, PrivateFormat.OpenSSH)
@@ -265,7 +264,8 @@ def _server(
 ) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
     key = ec.generate_private_key(ec.SECP384R1())
     known = x509.SubjectAlternativeName([_host(host) for host in hosts])
-    return key, _certificate(authority, ca, key, _name(hosts[0]), known, days)
+    subject = next((host for host in hosts if len(host) <= _LONGEST_SUBJECT), LOOPBACK[0])
+    return key, _certificate(authority, ca, key, _name(subject), known, days)
 
 
 def _certificate(
@@ -298,10 +298,20 @@ def _name(text: str) -> x509.Name:
 
 
 def _host(text: str) -> x509.GeneralName:
-    try:
-        return x509.IPAddress(ipaddress.ip_address(text))
-    except ValueError:
-        return x509.DNSName(text)
+    """Return what a certificate says for a name or an address.
+
+    Raises:
+        RecipeError: it is neither. A zone (`fe80::1%eth0`) is of one machine, and no certificate holds it.
+    """
+    with suppress(ValueError):
+        address = ipaddress.ip_address(text)
+        if "%" not in text and not address.is_unspecified:
+            return x509.IPAddress(address)
+    if not _NAME.fullmatch(text):
+        raise RecipeError(
+            f"'{text}' is neither a name nor an address under which devices reach a server; as server.example.org"
+        )
+    return x509.DNSName(text)
 
 
 def _secret(path: Path, key: ec.EllipticCurvePrivateKey, form: PrivateFormat) -> None:

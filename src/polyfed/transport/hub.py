@@ -8,6 +8,7 @@ a connection that breaks costs only what was under way.
 import asyncio
 import hashlib
 import logging
+import os
 import resource
 import socket
 import sqlite3
@@ -53,6 +54,10 @@ LARGEST_LOGIN, LOGIN_SECONDS = 2**12, 20.0
 FAILED, FAILED_SECONDS, MOST_ADDRESSES = 10.0, 6.0, 1000
 """How often an address may fail to join at once, the seconds after which it may once more, and the number of addresses
 that the server remembers. A secret has 128 bits, so nobody guesses one; the limit is for the log and the disk."""
+
+RENEWALS, RENEWAL_SECONDS = 10.0, 3600.0
+"""How many next keys a device may register at once, and the seconds after which it may one more. Each stays in the log,
+and one that is used in the folder and the register, too."""
 
 OPEN_PAGES = ("/v1/challenge", "/v1/login", "/v1/authority", "/v1/join", "/v1/renew")
 """The pages for those who have not logged in."""
@@ -107,6 +112,7 @@ class Hub:
         self._uploads: dict[str, object] = {}  # request -> the newest call that sends its reply
         self._quota: dict[str, tuple[float, float]] = {}  # device -> calls that it may make at once, and since when
         self._failed: dict[str, tuple[float, float]] = {}  # address -> tries that it may fail at once, and since when
+        self._renewals: dict[str, tuple[float, float]] = {}  # device -> keys that it may register now, and since when
         self._open = Router(
             [
                 Route("/v1/challenge", self._challenge),
@@ -254,14 +260,18 @@ class Hub:
         """Register the next key of the device whose present key is `old`.
 
         Raises:
-            HTTPException: the next key is known already.
+            HTTPException: the next key is known already, or the device has had too many.
         """
         self.logins.keys.look()
-        path = self.logins.keys.file_of(old)
+        path, device, now = self.logins.keys.file_of(old), self.logins.keys.device(old), time.monotonic()
         try:
             if path is None or new in self.logins.keys.known.keys() - self.logins.keys.pending:
                 raise NotJoined("known")
-            self.register.renew(self.logins.keys.device(old), path.stem, line)
+            left, since = self._renewals.get(device, (RENEWALS, now))
+            if (left := min(RENEWALS, left + (now - since) / RENEWAL_SECONDS)) < 1:
+                raise HTTPException(429, "this device has renewed its key too often")
+            self._renewals[device] = left - 1, now  # of the device: each key of a chain could renew once
+            self.register.renew(device, path.stem, line)
         except NotJoined:
             self.refusals.add("renewal: the server knows this key already", new)
             raise HTTPException(409, "the server knows this key already") from None
@@ -404,6 +414,8 @@ class Hub:
                 del self._uploads[found.id]
                 await self._complete(found, digest, call)
             return JSONResponse({"received": received})
+        except FileNotFoundError:  # the request was closed meanwhile, for example because its run has ended
+            raise self._too_late(found) from None
         finally:
             if self._uploads.get(found.id) is mine:
                 del self._uploads[found.id]
@@ -417,6 +429,9 @@ class Hub:
         """Add a piece to the file of a reply, and return the size of the file.
 
         A piece that begins elsewhere than at the end of the file adds nothing, and neither does one of an older call.
+
+        Raises:
+            FileNotFoundError: the request was closed meanwhile, and the file deleted.
         """
         since = self.meter.begins(request)
         with open(part, "ab", buffering=0) as file:  # so that an older call has nothing left to write when it ends
@@ -425,6 +440,8 @@ class Hub:
                 async for piece in call.stream():  # to its end, because the other side reads no answer before
                     if not newest():
                         raise HTTPException(429, "another call sends this reply")
+                    if not os.fstat(file.fileno()).st_nlink:  # closed meanwhile; the open file would hold the disk
+                        raise FileNotFoundError(part)
                     if fits and file.tell() + len(piece) > size:
                         raise HTTPException(413, f"this reply has {size} bytes")
                     while fits and piece:
@@ -439,14 +456,14 @@ class Hub:
             return min(file.tell(), size)
 
     async def _complete(self, found: Waiting, digest: str, call: Request) -> None:
-        """Check the digest of a whole reply, and hand the reply to the run."""
+        """Check the digest of a whole reply, and hand the reply to the run.
+
+        Raises:
+            FileNotFoundError: the request was closed meanwhile.
+        """
         part, whole = self.queue.reply(found.id, "part"), self.queue.reply(found.id, "whole")
-        try:
-            part.rename(whole)  # no call adds to it any more
-            right = await asyncio.to_thread(_digest_of, whole) == digest
-        except FileNotFoundError:  # the request was closed meanwhile, for example because its run has ended
-            raise self._too_late(found) from None
-        if not right:
+        part.rename(whole)  # no call adds to it any more
+        if await asyncio.to_thread(_digest_of, whole) != digest:
             whole.unlink(missing_ok=True)
             raise HTTPException(422, "the reply has another digest")
         try:

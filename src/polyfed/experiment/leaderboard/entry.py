@@ -257,7 +257,7 @@ def faults_of(entry: Entry) -> Iterator[str]:
         yield from _control_faults(entry)
         yield from _placebo_faults(entry)
         yield from _choice_faults(entry)
-    except (AttributeError, TypeError, KeyError, RecipeError) as error:
+    except (AttributeError, TypeError, KeyError, ValueError, RecipeError) as error:
         yield f"a recipe has a section that is none, or a key of the search that is none ({error})"
     if not _NAME.fullmatch(entry["scenario"]):
         yield "scenario: a name has letters, digits and blanks, at most 80 of them"
