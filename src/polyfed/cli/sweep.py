@@ -72,9 +72,7 @@ def recommend_method(
     given: Annotated[
         Path, typer.Argument(metavar="DATA|RECIPE.toml", help="A data file or a recipe.", show_default=False)
     ],
-    minutes: Annotated[
-        float, typer.Option(min=0, help="The time; 0 writes nothing and lists what no policy refuses.")
-    ] = 30.0,
+    minutes: Annotated[float, typer.Option(min=0, help="The time; 0 only lists what no policy refuses.")] = 30.0,
     policy: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Policy file of the devices. [default: the recipe's [egress]]")
     ] = None,
