@@ -157,7 +157,7 @@ def recommend(
         raise RecipeError(f"--minutes {minutes:g}: must be 0 (only list the candidates) or more")
     table, reports = _table_of(given, overrides, dict(reading or {}), task, epsilon, say)
     planner = Planner(table, None if policy is None else Path(policy), () if metric is None else (metric,), reports)
-    planner.tell(say)
+    planner.tell(say, persons=isinstance(given, Mapping) or Path(given).suffix == ".toml")
     wanted, folder = _wanted(methods), Path(out)
     asked = json_ready({"recipe": planner.table, "metrics": planner.metrics, "methods": sorted(wanted)})
     question = json.dumps(asked, indent=1, sort_keys=True, default=str)
