@@ -496,6 +496,11 @@ def test_a_recipe_cannot_join_an_array_that_means_something_else(tmp_path: Path)
             table["data"]["modalities"]["person"] = ["sex", name]
             with refuses(PolyfedError, said):
                 check_arrays(parse_recipe(table), ("person", "scan"))
+    with only(Allowance(columns=("sex", "person"))), refuses(PolyfedError, "'person'"):
+        table["data"]["modalities"] = {
+            "scan": ["sex", "person"]
+        }  # the array of persons, which no recipe makes a feature
+        check_arrays(parse_recipe(table), ("scan",))
 
 
 LABS = pd.DataFrame(

@@ -245,5 +245,5 @@ def test_settings_can_be_chosen_on_people_who_were_never_seen() -> None:
     many = populate(columns, ClientsSpec(partition="by-client", test_clients=0.7), 7).columns.notes
     assert not any("the score is about" in one for one in many)
     assert not any(one.startswith("no split is given") for one in found.columns.notes)
-    with refuses(RecipeError, "clients.validation_clients: clients none"):
+    with refuses(RecipeError, "clients.validation_clients: left to train"):
         populate(columns, ClientsSpec(partition="by-client", validation_clients=0.99), 7)

@@ -30,7 +30,7 @@ from polyfed.experiment.evaluate import Evaluation, job_of
 from polyfed.experiment.running.assembly import population_of
 from polyfed.federation.wire.wire_format import Packet
 from polyfed.report.pages.evaluation import notes, tables
-from refusals import refuses
+from refusals import refuses, warned
 
 WHOLE = RECIPE.replace('holdings = [["a", "b"], ["a"], ["b"]]', "").replace('"scaffold"', '"fedavg"')
 POLICY = '[egress."*"]\nserver = ["statistic"]\naccept = ["parameters"]\n[egress.shared]\nserver = ["statistic"]\n'
@@ -386,6 +386,25 @@ def test_groups_are_columns_of_a_table_too(tmp_path: Path) -> None:
     assert polyfed.evaluate(tmp_path / "run", groups={"sex": ["f", "m"]}).content["pooled"]["groups"]["sex"]
     with refuses(DataError, "algorithm.groups: array"):
         polyfed.evaluate(tmp_path / "run", groups={"sexx": ["f"]})
+
+
+@pytest.mark.filterwarnings("ignore::polyfed.core.errors.PolyfedWarning")
+def test_groups_that_differ_by_blanks_are_told_and_relabel_joins_them(tmp_path: Path) -> None:
+    words = ["f", "m", "f ", "m"]
+    lines = [f"{i % 7}.5,{i % 3}.2,{i % 2},{words[i % 4]}" for i in range(80)]
+    (tmp_path / "t.csv").write_text("\n".join(["a,b,label,sex", *lines, ""]))
+    data = {"name": "table", "path": str(tmp_path / "t.csv"), "modalities": {"a": "a", "b": "b"}}
+    table: dict[str, Any] = {"data": data, "clients": {"num": 2}, "algorithm": {"name": "fedavg"}, "rounds": 1}
+    polyfed.run(polyfed.parse_recipe(table), tmp_path / "run")
+    with warned("relabel.sex = {"):
+        found = polyfed.evaluate(tmp_path / "run", data=tmp_path / "t.csv", groups={"sex": []})
+    assert set(found.content["pooled"]["groups"]["sex"]) == {"f", "f ", "m"}
+    table["data"] = data | {"relabel": {"sex": {"f ": "f"}}}
+    polyfed.run(polyfed.parse_recipe(table), tmp_path / "joined")
+    for rows in (None, tmp_path / "t.csv"):
+        told = polyfed.evaluate(tmp_path / "joined", data=rows, groups={"sex": []}).content["pooled"]["groups"]["sex"]
+        assert set(told) == {"f", "m"}
+    assert {told[sex]["rows"] for sex in told} == {40}
 
 
 # a table with names, holes and natural clients

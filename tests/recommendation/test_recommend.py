@@ -337,6 +337,19 @@ def test_settings_are_chosen_on_people_who_do_not_train_if_the_test_rows_belong_
     assert ("rows of those that do" in told[0]) == (tested != "some" and "validation_clients" not in held_out)
 
 
+def test_a_recipe_whose_test_rows_divide_persons_is_told_so(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    a, b = draw.normal(size=(2, 120, 3)).astype("float32")
+    words = np.array([f"P{number:03d}" for number in draw.integers(0, 60, 120)])
+    np.savez(tmp_path / "rows.npz", label=np.arange(120) % 2, client=np.arange(120) % 6, patient=words, a=a, b=b)
+    data = {"name": "npz", "path": str(tmp_path / "rows.npz"), "modalities": ["a", "b"]}
+    for changes, count in (({}, 1), ({"person": "patient"}, 0)):
+        told: list[str] = []
+        table = {**TABLE, "data": data | changes, "clients": {"partition": "by-client"}}
+        polyfed.recommend(table, tmp_path / f"out{count}", methods=FEW, minutes=0, say=told.append)
+        assert len([line for line in told if line.startswith("patient: ")]) == count
+
+
 def test_policies_that_leave_nothing_end_with_3_and_wrong_calls_with_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

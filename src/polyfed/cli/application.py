@@ -52,6 +52,10 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="section.key=value", help="Override a key of the recipe; may be repeated."),
 ]
+Person = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Array or column of persons; no random split divides the rows of one."),
+]
 LeaveOut = Annotated[
     list[str] | None,
     typer.Option("--leave-out", metavar="COLUMN", help="Column or array that is no input; may be repeated."),

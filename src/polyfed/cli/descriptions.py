@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from polyfed.cli.application import AsJson, LeaveOut, app, typed_options
+from polyfed.cli.application import AsJson, LeaveOut, Person, app, typed_options
 from polyfed.cli.output import answer
 from polyfed.core.errors import Call, RecipeError, called, command, did_you_mean
 from polyfed.core.system.files import shipped
@@ -144,6 +144,7 @@ def init(
     client: Annotated[
         str | None, typer.Option(metavar="NAME", help="Array or column of the client that each row belongs to.")
     ] = None,
+    person: Person = None,
     column: Annotated[
         list[str] | None,
         typer.Option(
@@ -151,9 +152,7 @@ def init(
             help="Make numbers of a column: one-hot, mean, date, or a table in TOML; polyfed docs data.",
         ),
     ] = None,
-    split: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Array or column of train, test, validation.")
-    ] = None,
+    split: Annotated[str | None, typer.Option(metavar="NAME", help="Array or column: train, test, validation.")] = None,
     class_name: Annotated[
         list[str] | None,
         typer.Option(metavar="WORD", help="Class of a table, from the first to the last; once for each class."),
@@ -183,7 +182,7 @@ def init(
             "split in Python, as in polyfed.run(data={'train': ..., 'test': ...})"
         )
     labels = label[0] if label and len(label) == 1 else label or None
-    columns = {"label": labels, "client": client, "split": split, "class_names": class_name}
+    columns = {"label": labels, "client": client, "person": person, "split": split, "class_names": class_name}
     told: dict[str, Any] = {"leave_out": leave_out or (), "overrides": overrides or (), "force": force}
     with called(call):
         notes = init.write_recipe(file, out, columns, init.rules_in(column or ()), task, **told)

@@ -41,9 +41,9 @@ def write_recipe(
     Args:
         file: the data file.
         out: the recipe to write.
-        columns: values of the [data] options `label`, `client`, `split` and `class_names`. The first three are names
-            of an array or column; `label` may be a list of names. `class_names` is a list of the names of the classes.
-            If a value is None, the function guesses it.
+        columns: values of the [data] options `label`, `client`, `person`, `split` and `class_names`. All but the last
+            are names of an array or column; `label` may be a list of names. `class_names` is a list of the names of the
+            classes. If a value is None, the function guesses it, except for `person`.
         rules: the section [data.columns], or nothing.
         task: name of the task; if None, the labels determine the task.
         leave_out: columns or arrays that form no modality.

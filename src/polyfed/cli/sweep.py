@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from polyfed.cli.application import AsJson, Interrupted, LeaveOut, Overrides, app, typed_options
+from polyfed.cli.application import AsJson, Interrupted, LeaveOut, Overrides, Person, app, typed_options
 from polyfed.cli.output import answer
 from polyfed.core.errors import Call, called, command
 from polyfed.core.system.stop_signals import handling, interrupt
@@ -86,6 +86,7 @@ def recommend_method(
     overrides: Overrides = None,
     label: Annotated[list[str] | None, typer.Option(metavar="NAME", help="DATA: column of the labels.")] = None,
     client: Annotated[str | None, typer.Option(metavar="NAME", help="DATA: column of the clients.")] = None,
+    person: Person = None,
     split: Annotated[str | None, typer.Option(metavar="NAME", help="DATA: column of train, test, validation.")] = None,
     task: Annotated[str | None, typer.Option(metavar="NAME", help="DATA: the task.")] = None,
     leave_out: LeaveOut = None,
@@ -115,7 +116,7 @@ def recommend_method(
                 max_seconds=max_seconds,
                 epsilon=epsilon,
                 overrides=overrides or [],
-                reading={"label": labels, "client": client, "split": split, "leave_out": leave_out},
+                reading={"label": labels, "client": client, "person": person, "split": split, "leave_out": leave_out},
                 task=task,
                 jobs=jobs,
                 listeners=[progress],

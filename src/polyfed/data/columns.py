@@ -149,6 +149,10 @@ class Columns:
         present: By modality, whether each row has it, bool (N,). `present` omits modalities that all rows have.
         client: int64 (N,), the natural client (speaker, subject, video) of each row.
         client_names: The names of the natural clients, by number; None if the data has none.
+        person: int64 (N,), the person of each row, of whose rows no random split divides any. Their names are kept
+            nowhere. `populate` drops the numbers once the rows are divided.
+        unread_names: By column that nothing reads and that seems to name persons, the number of each row's value, int64
+            (N,), -1 for an empty cell. `populate` drops them too.
         split_personal: int8 (N,): 0 training row of its natural client, 1 test row of that client, 2 guard row.
         words_sorted: Whether the labels were words that polyfed numbered in sorted order. The order of the classes then
             has no meaning.
@@ -183,6 +187,8 @@ class Columns:
     numbered: bool = False
     notes: tuple[str, ...] = ()
     groups: Mapping[str, Tensor] = field(default_factory=dict)
+    person: Tensor | None = None
+    unread_names: Mapping[str, Tensor] = field(default_factory=dict)
     origin: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     standardise: Standardise = False
 
@@ -288,6 +294,7 @@ class Columns:
             "split": self.split,
             "ids": self.ids,
             "client": self.client,
+            "person": self.person,
             "split_personal": self.split_personal,
             **{f"present of {name}": mask for name, mask in self.present.items()},
         }

@@ -1,5 +1,6 @@
 """The groups of rows by a column of the data, for an evaluation job."""
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from polyfed.core.errors import DataError, RecipeError, did_you_mean
 from polyfed.core.problems import Problems
 from polyfed.core.registry import allowed_arrays
 from polyfed.data.reading.array_files import Arrays
+from polyfed.data.reading.row_facts import tell_alike
 from polyfed.data.sources.own.table_files import Table, read
 
 
@@ -52,7 +54,7 @@ def group_codes(source: Any, groups: Mapping[str, Sequence[Any]], rows: int) -> 
 
 
 def values_of(source: Any, name: str) -> list[str]:
-    """Return the different values of a column, without empty cells, in sorted order.
+    """Return the different values of a column, without empty cells, in sorted order, and tell those that look alike.
 
     Raises:
         RecipeError, DataError: see `group_codes`.
@@ -60,7 +62,10 @@ def values_of(source: Any, name: str) -> list[str]:
     columns = _columns(source, (name,))
     if name not in columns:
         raise DataError(f"--group {name}: the data has no column '{name}'; {did_you_mean(name, list(columns))}")
-    return sorted({str(word) for word in columns[name].ravel()} - {"nan", "None", "<NA>", ""})
+    counts = Counter(map(str, columns[name].ravel()))
+    result = sorted(counts.keys() - {"nan", "None", "<NA>", ""})
+    tell_alike(np.array(result, dtype=np.str_), f"--group {name}: the data", "groups", counts, name)
+    return result
 
 
 def device_groups(path: str, groups: Mapping[str, Sequence[Any]], rows: int) -> dict[str, Tensor]:
@@ -84,6 +89,7 @@ def _columns(source: Any, wanted: Collection[str]) -> dict[str, Any]:
         problems = Problems()
         frame = read(Path(source.path).expanduser(), problems, lambda _: dict.fromkeys(wanted, False), source.dialect)
         problems.raise_all()
+        frame = source.relabelled(frame, wanted)
         return {name: frame[name].to_numpy().astype(str) if name in wanted else None for name in frame.columns}
     needs = "[algorithm] groups needs the columns of a table, of an .npz file or of a folder of .npy files"
     path = source if isinstance(source, str | Path) else getattr(source, "path", None)

@@ -25,6 +25,7 @@ from polyfed.core.system.openmp import using_threads
 from polyfed.core.tree import SHARED
 from polyfed.data import Columns
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
+from polyfed.data.partitions.persons import told_of_persons
 from polyfed.data.stacking import stacked
 from polyfed.deploy.device.recipe_check import inspect
 from polyfed.experiment.checks.check import Check, check, fixes_of, refuse_forbidden
@@ -145,9 +146,17 @@ class Planner:
         found: torch.Tensor = torch.unique(self.columns.client[self.columns.rows(split)])
         return found
 
-    def tell(self, say: Callable[[str], None]) -> None:
-        """Say which question the scores answer: about clients that train, or about others."""
+    def tell(self, say: Callable[[str], None], *, persons: bool = False) -> None:
+        """Say which question the scores answer: about clients that train, or about others.
+
+        Args:
+            say: called with each line.
+            persons: whether to name columns that may name persons with rows on both sides; a first recipe has done so.
+        """
         own = self.table["clients"]
+        if persons and own.get("test_clients") is None and own.get("folds") is None:
+            for line in told_of_persons(self.columns):
+                say(line)
         if self._tests_others:
             others = "others that do not train either" if own.get("validation_clients") else "those that do"
             cure = '. "--set clients.validation=0" chooses them on others' if own.get("validation") else ""

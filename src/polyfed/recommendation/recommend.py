@@ -156,7 +156,7 @@ def recommend(
         raise RecipeError(f"--minutes {minutes:g}: must be 0 (only list the candidates) or more")
     table, reports = _table_of(given, overrides, dict(reading or {}), task, epsilon, say)
     planner = Planner(table, None if policy is None else Path(policy), () if metric is None else (metric,), reports)
-    planner.tell(say)
+    planner.tell(say, persons=isinstance(given, Mapping) or Path(given).suffix == ".toml")
     wanted, folder = _wanted(methods), Path(out)
     _claim(folder, json_ready({"recipe": planner.table, "metrics": planner.metrics, "methods": sorted(wanted)}))
     with alone_in(folder, "another recommendation is writing here", "Wait for it, or choose another folder"):

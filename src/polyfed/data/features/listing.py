@@ -22,8 +22,8 @@ class Sample:
         media: Modality -> clip with the sample's data; a modality that the sample lacks has no entry.
         split: Code of `Columns.split`.
         client: Natural client (speaker, subject, site), empty if there is none.
-        group: Number that identifies the sample's group, such as session 3. Some data sets use the groups as folds. 0
-            if there are no groups.
+        group: Number that identifies the sample's group, such as session 3. Some data sets use the groups as folds, and
+            `hf` as persons. 0 if there are no groups.
     """
 
     name: str

@@ -8,6 +8,7 @@ class once, and has no Python loop over clients.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +29,13 @@ class Partition(ABC):
 
     A partition is a frozen dataclass. Its fields are its options: a field `x` gets the value of the key `x` of
     `[clients]`. Your own partition extends this class. `[clients] partition` names it as `package.module:Class`.
+
+    If the data names persons, a partition gets one row of each, whose label is the person's most frequent class.
     """
+
+    EXACT: ClassVar[Literal["", "classes", "rows"]] = ""
+    """What of a client is an exact number that whole persons would change, so that [data] person refuses the partition:
+    the classes, if a person has several, or the rows, if a person has several."""
 
     @abstractmethod
     def split(self, columns: Columns, rows: Rows, key: int) -> Sequence[Rows]:

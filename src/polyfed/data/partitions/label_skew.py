@@ -29,6 +29,8 @@ class ClassesPerClient(Partition):
         classes_per_client: Number of classes of each client; 3 in the paper.
     """
 
+    EXACT = "classes"
+
     num: int
     classes_per_client: int = 3
 
@@ -90,6 +92,8 @@ class MainClass(Partition):
         on_shortage: What to do if a class is too rare for its clients. "reduce" makes every client smaller until the
             shares are exact. "cap" lets a client take the rest of its class, adds rows of the other classes, and warns.
     """
+
+    EXACT = "rows"
 
     num: int
     main_share: float = 0.5

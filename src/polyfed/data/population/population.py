@@ -10,10 +10,12 @@ from torch import Tensor
 
 from polyfed.core import keys
 from polyfed.core.errors import DataError, PolyfedWarning, RecipeError, counted
+from polyfed.core.problems import copied
 from polyfed.data.column_fitting import Statistics, fitted_to
 from polyfed.data.columns import GUARD, OWN_TEST, OWN_TRAIN, TEST, TRAIN, VALIDATION, Columns, check_finite
 from polyfed.data.partitions.base import Partition, refuse_targets
 from polyfed.data.partitions.by_client import ByClient, natural_clients
+from polyfed.data.partitions.persons import Units, divided_persons, hold_out, told_of_persons
 from polyfed.data.partitions.shards import Shards
 from polyfed.data.population.clients import ClientsSpec
 from polyfed.data.population.missing_rows import lost_rows
@@ -94,7 +96,7 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
     check_finite(columns)
     columns = held_out(columns, clients, key)
     roles = _roles(columns, clients)
-    columns = _with_note(columns, clients, roles)
+    columns = _with_notes(columns, clients, roles)
     train, own_test, validation, by_owner = _split(columns, roles, clients, key)
     own_validation = validation if by_owner and len(validation.rows) else None
     every = torch.cat([columns.rows(VALIDATION), validation.rows]).sort().values
@@ -103,15 +105,15 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
         own_test = own_validation
     elif clients.measure_on == "validation":
         in_blocks = validation if clients.row_split == "blocks" else None
-        train, own_test = _own_validation(train, own_test, pooled, in_blocks, clients, key)
+        train, own_test = _own_validation(columns, train, own_test, pooled, in_blocks, clients, key)
     silo = None
     if clients.partition == "silos":
         names = tuple(columns.modalities)
         silo = torch.arange(len(train)).repeat_interleave(devices_per_silo(clients, names))
         device_key = keys.key(key, "devices of silos")
-        train = dealt_to_devices(train, clients, names, keys.key(device_key, 0))
-        own_test = _dealt(own_test, clients, names, keys.key(device_key, 1))
-        own_validation = _dealt(own_validation, clients, names, keys.key(device_key, 2))
+        train = dealt_to_devices(train, clients, names, keys.key(device_key, 0), columns.person)
+        own_test = _dealt(own_test, clients, names, keys.key(device_key, 1), columns.person)
+        own_validation = _dealt(own_validation, clients, names, keys.key(device_key, 2), columns.person)
     test_rows = pooled if clients.measure_on == "validation" else columns.rows(TEST)
     if len(test_rows) == 0 and own_test is not None:
         test_rows = torch.from_numpy(np.unique(own_test.rows.numpy()))
@@ -128,7 +130,7 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
         own_test, own_validation = (p if p is None else of_clients(p, kept) for p in (own_test, own_validation))
         silo, holds = silo[kept], holds[kept]
     population = Population(
-        columns=columns,
+        columns=replace(columns, person=None),
         train=train,
         test=own_test,
         holds=holds,
@@ -141,9 +143,38 @@ def populate(columns: Columns, clients: ClientsSpec, key: int) -> Population:
     return population
 
 
-def _dealt(own: Shards | None, clients: ClientsSpec, names: Sequence[str], key: int) -> Shards | None:
+def _dealt(
+    own: Shards | None, clients: ClientsSpec, names: Sequence[str], key: int, person: Tensor | None
+) -> Shards | None:
     """Return rows of silos by device; see `dealt_to_devices`."""
-    return None if own is None else dealt_to_devices(own, clients, names, key)
+    return None if own is None else dealt_to_devices(own, clients, names, key, person)
+
+
+def warn_of_divided(columns: Columns, roles: Tensor | None = None) -> None:
+    """Warn if the data's own splits divide persons. polyfed divides none of its own accord.
+
+    Args:
+        roles: see `_roles`; None if own test rows do not count.
+    """
+    if columns.person is None:
+        return
+    side = torch.full((len(columns),), -1, dtype=torch.int64)
+    for place, code in enumerate((TRAIN, VALIDATION, TEST)):
+        side[columns.split.cpu() == code] = place
+    if roles is not None:
+        side[roles == OWN_TEST] = 2
+        side[roles == GUARD] = -1
+    persons, rows = divided_persons(columns.person, side)
+    if persons:
+        count = counted(persons, "person has", "persons have")
+        warnings.warn(
+            f"data '{columns.name}': the splits that the data brings divide persons: {count} rows on both sides of "
+            f"training, validation and test, {counted(rows, 'row', 'rows')} of them held out, so the scores are also "
+            "about people who were seen in training. Keep each person on one side, or let polyfed draw the split "
+            "(remove it, [data] test_share)",
+            PolyfedWarning,
+            stacklevel=3,
+        )
 
 
 def with_fitted_columns(population: Population) -> Population:
@@ -170,18 +201,17 @@ def _split(
     validation, natural = None, isinstance(partition, ByClient) and clients.row_split == "random"
     if natural:
         owners = Shards.of(natural_clients(columns, rows))
-        validation = owners.where(roles[owners.rows] == OWN_TRAIN).held_out(clients.validation, val_key)[1]
+        validation = hold_out(owners.where(roles[owners.rows] == OWN_TRAIN), columns, clients.validation, val_key)[1]
         left = np.ones(len(columns), dtype=np.bool_)
         left[validation.rows.numpy()] = False
         rows = rows[left[rows]]
-    shards = Shards.of(partition.split(columns, rows, part_key))
-    _check_partition(partition, shards, rows, len(columns))
+    shards = _divided(partition, columns, rows, part_key)
     of_rows = roles[shards.rows]
     train, marked = shards.where(of_rows == OWN_TRAIN), shards.where(of_rows == OWN_TEST)
     if clients.row_split == "blocks":
         validation = shards.where(of_rows == OWN_VALIDATION)
     elif validation is None or clients.personal_validation:
-        train, validation = train.held_out(clients.personal_validation or clients.validation, val_key)
+        train, validation = hold_out(train, columns, clients.personal_validation or clients.validation, val_key)
     by_owner = not natural or len(validation) == len(train)
     if clients.personal_test is None:
         return train, None, validation, by_owner
@@ -197,11 +227,33 @@ def _split(
             PolyfedWarning,
             stacklevel=2,
         )
-    return *train.held_out(float(clients.personal_test), own_key), validation, by_owner
+    return *hold_out(train, columns, float(clients.personal_test), own_key), validation, by_owner
+
+
+def _divided(partition: Partition, columns: Columns, rows: np.ndarray, key: int) -> Shards:
+    """Split rows over clients. If the data names persons, each is in one client, except where the data says otherwise.
+
+    Raises:
+        RecipeError: the partition returns other rows than it was given, or cannot keep persons whole.
+    """
+    units = Units.of(columns, rows, partition)
+    table, given = (columns, rows) if units is None else (units.columns, units.rows.copy())
+    try:
+        shards = Shards.of(partition.split(table, given, key))
+    except (RecipeError, DataError) as error:
+        raise error if units is None else copied(error, f"{error} (here, a row is a person: [data] person)") from None
+    _check_partition(partition, shards, given, len(columns))
+    return shards if units is None else units.expanded(shards)
 
 
 def _own_validation(
-    train: Shards, own_test: Shards | None, pooled: Tensor, in_blocks: Shards | None, clients: ClientsSpec, key: int
+    columns: Columns,
+    train: Shards,
+    own_test: Shards | None,
+    pooled: Tensor,
+    in_blocks: Shards | None,
+    clients: ClientsSpec,
+    key: int,
 ) -> tuple[Shards, Shards | None]:
     """Replace each client's own test rows with a share of its training rows. Return the remaining and the moved rows.
 
@@ -218,7 +270,7 @@ def _own_validation(
         )
     if own_test is None or in_blocks is not None:
         return train, None if own_test is None else in_blocks
-    return train.held_out(clients.validation, keys.key(key, "own validation"))
+    return hold_out(train, columns, clients.validation, keys.key(key, "own validation"))
 
 
 def matched(columns: Columns, train: Shards, key: int) -> Shards:
@@ -293,12 +345,20 @@ def _roles(columns: Columns, clients: ClientsSpec) -> Tensor:
     if clients.row_split == "random":
         return roles
     shares = clients.drawn_shares
+    if columns.person is not None and shares:
+        raise RecipeError(
+            "[clients] row_split = 'blocks' holds out the last rows of each class, and so divides persons, whom [data] "
+            "person keeps whole. Set row_split = 'random', or remove person",
+            ("clients", "row_split"),
+        )
     blocks = [(OWN_TEST if option == "personal_test" else OWN_VALIDATION, share) for option, share in shares.items()]
     return held_out_blocks(columns, roles, blocks, clients.guard_rows)
 
 
-def _with_note(columns: Columns, clients: ClientsSpec, roles: Tensor) -> Columns:
-    """Return the table with a note about the rows beside blocks, which are left out."""
+def _with_notes(columns: Columns, clients: ClientsSpec, roles: Tensor) -> Columns:
+    """Return the table with notes about persons, and about the rows beside blocks, which are left out."""
+    warn_of_divided(columns, roles)
+    columns = replace(columns, notes=(*columns.notes, *told_of_persons(columns)), unread_names={})
     if clients.row_split == "random" or not clients.drawn_shares:
         return columns
     count = int((roles == GUARD).sum())

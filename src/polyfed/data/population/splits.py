@@ -8,6 +8,7 @@ from torch import Tensor
 
 from polyfed.core import keys
 from polyfed.data.columns import GUARD, OWN_TEST, OWN_TRAIN, TEST, TRAIN, Columns
+from polyfed.data.partitions.persons import classes_of, whole_persons
 from polyfed.data.partitions.shards import share_of
 
 
@@ -31,17 +32,27 @@ def stratified(label: Tensor, share: float, key: int) -> Tensor:
     return torch.from_numpy(split)
 
 
-def drawn(label: Tensor, share: float, seed: int) -> Tensor:
+def drawn(label: Tensor, share: float, seed: int, person: Tensor | None = None) -> Tensor:
     """Draw a test set for a table that has none: a share of every class, or of all rows if labels are not classes.
+
+    With persons, none has rows on both sides, and the shares are as near as whole persons allow.
 
     Args:
         label: int64 (N,) class numbers, or other targets (N, ...).
         share: Share of the rows.
         seed: Seed of the draw.
+        person: int64 (N,), the person of each row, or None.
 
     Returns:
         Split codes, int8 (N,).
+
+    Raises:
+        DataError: nobody can be held out; see `whole_persons`.
     """
+    if person is not None and share:
+        rows = person.numpy()
+        off = whole_persons(rows, np.zeros_like(rows), classes_of(label), share, keys.key(seed, "npz", "split"))
+        return torch.from_numpy(np.where(off, TEST, TRAIN).astype(np.int8))
     classes = torch.zeros(len(label), dtype=torch.int64) if label.is_floating_point() else label
     return stratified(classes, share, keys.key(seed, "npz", "split"))
 

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from polyfed.core import keys
-from polyfed.core.errors import RecipeError, did_you_mean
+from polyfed.core.errors import RecipeError, counted, did_you_mean
 from polyfed.data.columns import LEFT_OUT, TEST, TRAIN, VALIDATION, Columns
 from polyfed.data.population.clients import ClientsSpec
 from polyfed.data.population.splits import DRAWN
@@ -54,6 +55,7 @@ def held_out(columns: Columns, clients: ClientsSpec, key: int) -> Columns:
             f"the test rows are those of the clients {shown}{more}, which take no part in training ({option})",
             *([_of_few(len(chosen), option, len(np.unique(client)))] if len(chosen) < FEW else []),
         )
+        split, notes = _without_seen(columns, split, (TRAIN, VALIDATION), TEST, option, notes)
     if clients.validation_clients:
         people = np.unique(client[(split == TRAIN).numpy()])  # a split of the data may leave some without
         count = max(1, round(clients.validation_clients * len(people)))
@@ -65,7 +67,28 @@ def held_out(columns: Columns, clients: ClientsSpec, key: int) -> Columns:
             )
         held = people[keys.choice(keys.key(key, "validation clients"), len(people), count)]
         split[torch.from_numpy(np.isin(client, held)) & (split == TRAIN)] = VALIDATION
+        split, notes = _without_seen(columns, split, (TRAIN,), VALIDATION, "validation_clients", notes)
     return replace(columns, split=split.to(columns.split), notes=notes)
+
+
+def _without_seen(
+    columns: Columns, split: Tensor, others: tuple[int, ...], held: int, option: str, notes: tuple[str, ...]
+) -> tuple[Tensor, tuple[str, ...]]:
+    """Leave out the rows that persons of held-out clients have at other clients, and add a note about them.
+
+    Args:
+        split: split codes, int8 (N,).
+        others: the splits of these rows.
+        held: the split of the held-out rows.
+    """
+    if columns.person is None:
+        return split, notes
+    seen = torch.isin(columns.person, columns.person[split == held])
+    gone = seen & torch.isin(split, torch.tensor(others, dtype=split.dtype))
+    if not (count := int(gone.sum())):
+        return split, notes
+    told = f"{counted(count, 'row is', 'rows are')} left out, because persons of held-out clients ({option}) have them "
+    return split.masked_fill(gone, LEFT_OUT), (*notes, f"{told}at other clients ([data] person)")
 
 
 FEW = 5

@@ -12,8 +12,9 @@ import struct
 import tokenize
 import zipfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +25,8 @@ from polyfed.core.errors import DataError, did_you_mean
 from polyfed.data.reading.values import tensor_of
 
 Array = NDArray[Any]
+
+T = TypeVar("T")
 
 _UNREADABLE = (
     zipfile.BadZipFile,
@@ -92,6 +95,26 @@ class Arrays:
         return name in self.names
 
     def __getitem__(self, name: str) -> Array:
+        return self._read(name, self._array)
+
+    def form(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        """Return the shape and the type of an array, from its header alone.
+
+        Raises:
+            DataError: as when the array is read.
+        """
+        result: tuple[tuple[int, ...], np.dtype[Any]] = self._read(name, lambda stream, form: form)
+        return result
+
+    def _array(self, stream: IO[bytes], form: Any) -> Array:
+        if self.path.is_dir():
+            # copy on write: pages come from the file, and PyTorch gets an array that it may treat as writable
+            return np.asarray(np.load(stream.name, mmap_mode="c", allow_pickle=False))
+        stream.seek(0)
+        return np.asarray(np.lib.format.read_array(stream, allow_pickle=False))
+
+    def _read(self, name: str, read: Callable[[IO[bytes], Any], T]) -> T:
+        """Return what a function reads from the stream of an array, whose header was checked."""
         if name not in self.names:
             raise DataError(f"'{self.path}' has no array '{name}'; {did_you_mean(name, self.names)}")
         where = f"'{self.path}': array '{name}'"
@@ -99,16 +122,12 @@ class Arrays:
             if self.path.is_dir():
                 file = self.path / f"{name}.npy"
                 with file.open("rb") as stream:
-                    _check_header(stream, file.stat().st_size, where)
-                # copy on write: pages come from the file, and PyTorch gets an array that it may treat as writable
-                return np.asarray(np.load(file, mmap_mode="c", allow_pickle=False))
+                    return read(stream, _check_header(stream, file.stat().st_size, where))
             with zipfile.ZipFile(self.path) as archive:
                 member = archive.getinfo(f"{name}.npy" if f"{name}.npy" in archive.namelist() else name)
                 self._check_member(member, where)
-                with archive.open(member) as stream:
-                    _check_header(stream, member.file_size, where)
-                    stream.seek(0)
-                    return np.asarray(np.lib.format.read_array(stream, allow_pickle=False))
+                with archive.open(member) as inner:
+                    return read(inner, _check_header(inner, member.file_size, where))
         except _UNREADABLE as error:
             raise DataError(
                 f"{where} is damaged or cut short ({_words(error)}). Copy or build the file again"
@@ -265,8 +284,11 @@ def _idx(stream: io.BufferedIOBase, path: Path) -> Tensor:
     return torch.from_numpy(np.frombuffer(raw, np.uint8).reshape(shape).copy())
 
 
-def _check_header(stream: IO[bytes], size: int, where: str) -> None:
+def _check_header(stream: IO[bytes], size: int, where: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Compare the header of a `.npy` stream of `size` bytes with this size, before anything is allocated.
+
+    Returns:
+        The shape and the type of the array.
 
     Raises:
         DataError: The array holds Python objects, or claims more bytes than the stream has.
@@ -293,6 +315,7 @@ def _check_header(stream: IO[bytes], size: int, where: str) -> None:
             f"{where} claims shape {shape} of {dtype}, {claimed:,} bytes, but {there:,} bytes are there. "
             "Copy or build the file again"
         )
+    return shape, dtype
 
 
 def _words(error: BaseException) -> str:

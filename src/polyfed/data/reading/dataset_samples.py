@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -174,7 +174,7 @@ def drafted_samples(data: Any, given: Given, problems: Problems) -> Draft:
     read = {role: as_array(list(map(_cell, facts[role])), f"data: the {role}") for role in roles}
     made = Joined(modalities=found)
     if groups is not None or given.columns:
-        free = replace(given, modalities=groups, labels=None, clients=None, split=None, split_personal=None, ids="")
+        free = given.without_roles(groups)
         made = joined(_with_holes(found, present, groups), free, "data", problems)
         present = {name: there for name, there in present.items() if name in made.modalities} | made.present
     return Draft(
@@ -188,6 +188,7 @@ def drafted_samples(data: Any, given: Given, problems: Problems) -> Draft:
         clients=read.get("clients", given.clients),
         split=read.get("split", given.split),
         split_personal=read.get("split_personal", given.split_personal),
+        person=read.get("person", given.person),
         present=present,
         notes=(*notes, *made.notes),
     )

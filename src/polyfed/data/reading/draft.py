@@ -26,6 +26,7 @@ from polyfed.data.reading.row_facts import (
     ids_of,
     labels_of,
     missing,
+    persons_of,
     splits_of,
     unlabelled,
     without_label,
@@ -67,6 +68,8 @@ class Draft:
         notes: Sentences about what was guessed, converted or left out so far.
         numeric: Whether whole numbers among the labels are quantities and not class numbers.
         split_personal: Split of each row within its natural client (N,), or None.
+        person: Person of each row (N,), or None.
+        unread_names: see `Columns`.
         known: bool, which labels are known, in the shape of the labels; None if all are.
         declared: Whether a row may lack all modalities, because `present` says so.
         owned: Whether the arrays belong to polyfed, so that rows of NaN are set to zero in place.
@@ -93,6 +96,8 @@ class Draft:
     notes: tuple[str, ...] = ()
     numeric: bool = False
     split_personal: Any = None
+    person: Any = None
+    unread_names: Mapping[str, Tensor] = field(default_factory=dict)
     known: Any = None
     declared: bool = False
     owned: bool = False
@@ -129,7 +134,8 @@ def columns_of(draft: Draft, given: Given, problems: Problems) -> Columns:
     found = {name: column for name, column in made.items() if column is not None}
     people = None
     if draft.clients is not None:
-        people = problems.attempt(lambda: clients_of(draft.clients, draft.place("client")))
+        named = given.clients if isinstance(given.clients, str) else "client"
+        people = problems.attempt(lambda: clients_of(draft.clients, draft.place("client"), named))
     facts = _facts(draft, problems)
     present: dict[str, Tensor] = {}
     for name, (_, there) in found.items():
@@ -145,8 +151,10 @@ def columns_of(draft: Draft, given: Given, problems: Problems) -> Columns:
     client, names = (None, None) if people is None else people
     split, notes = facts["split"], list(draft.notes)
     notes += [labels.note] if labels.note else []
-    split, told = _split(split, labels, present, gone, given)
+    split, told = _split(split, labels, present, gone, given, facts["person"])
     notes += told
+    if (person := facts["person"]) is not None:
+        notes.append(f"{len(torch.unique(person)):,} persons, of whom no random split divides the rows (person)")
     columns = Columns(
         name=draft.name,
         modalities={n: replace(column, names=draft.names.get(n, ())) for n, (column, _) in found.items()},
@@ -162,6 +170,8 @@ def columns_of(draft: Draft, given: Given, problems: Problems) -> Columns:
         client=client,
         client_names=names,
         split_personal=facts["split_personal"],
+        person=person,
+        unread_names=draft.unread_names,
         notes=tuple(notes),
         origin=draft.origin,
         standardise=given.standardise,
@@ -175,6 +185,7 @@ def _facts(draft: Draft, problems: Problems) -> dict[str, Tensor | None]:
     readers: tuple[tuple[str, Any, Callable[[Any, str], Tensor]], ...] = (
         ("split", draft.split, splits_of),
         ("split_personal", draft.split_personal, codes_of),
+        ("person", draft.person, persons_of),
         ("ids", None if isinstance(draft.ids, str) else draft.ids, ids_of),
     )
     return {
@@ -198,7 +209,12 @@ def _without_label(draft: Draft) -> NDArray[np.bool_] | None:
 
 
 def _split(
-    split: Tensor | None, labels: Labels, present: Mapping[str, Tensor], gone: NDArray[np.bool_] | None, given: Given
+    split: Tensor | None,
+    labels: Labels,
+    present: Mapping[str, Tensor],
+    gone: NDArray[np.bool_] | None,
+    given: Given,
+    person: Tensor | None,
 ) -> tuple[Tensor, list[str]]:
     """Return the split of each row, drawn if there is none, and notes about it and about the rows left out.
 
@@ -208,10 +224,11 @@ def _split(
         present: modality -> bool (N,), which rows have it.
         gone: bool (N,), the rows without a class.
         given: how the test set is drawn, and whether rows without any modality are left out.
+        person: the person of each row, int64 (N,), or None.
     """
     notes = list[str]()
     if split is None:
-        split = drawn(labels.values, given.test_share, given.seed)
+        split = drawn(labels.values, given.test_share, given.seed, person)
         notes += [drawn_note(given.test_share)] if given.test_share else []
     if given.empty_rows == "leave-out" and (told := bare_rows(present)):
         split = split.masked_fill(~torch.stack(list(present.values())).any(0), LEFT_OUT)

@@ -28,6 +28,7 @@ from polyfed.data.reading.column_guess import (
 )
 from polyfed.data.reading.draft import Draft
 from polyfed.data.reading.given import Given, Modalities
+from polyfed.data.reading.person_columns import names_among
 from polyfed.data.reading.row_facts import as_array, ordered_words
 from polyfed.data.reading.values import array_of, is_missing, option
 from polyfed.data.whole_columns import as_cells, read_cells
@@ -55,8 +56,8 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, given: Given, problems
     if not len(frame):
         raise DataError(f"{where} has no rows. Check where it comes from")
     given = replace(given, ids=_ids_column(frame, given))
-    roles = ("clients", "split", "split_personal", "ids")
-    clients, split, personal, ids = (_fact(frame, role, given, where, problems) for role in roles)
+    roles = ("clients", "split", "split_personal", "person", "ids")
+    facts_of: dict[str, Any] = {role: _fact(frame, role, given, where, problems) for role in roles}
     labels, levels = problems.attempt(lambda: _labels(frame, given, where)) or (None, None)
     groups, notes = _groups(frame, given, where, problems)
     values: dict[str, Any] = {}
@@ -88,13 +89,13 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, given: Given, problems
     if labels is None and given.label_columns and "labels" not in given.optional:
         result["labels"] = np.zeros(len(frame), np.int64)  # the fault is among the problems
     names = given.label_columns if len(given.label_columns) > 1 else levels
-    facts_of: dict[str, Any] = {"clients": clients, "split": split, "split_personal": personal, "class_names": names}
-    facts_of["ids"] = "rows" if ids is None else ids
+    facts_of |= {"class_names": names, "ids": "rows" if facts_of["ids"] is None else facts_of["ids"]}
     faulty = tuple(modality for modality in groups if modality not in values)
     told: dict[str, Any] = {"present": present, "cut": cut, "faulty": faulty, "notes": tuple(notes), "coded": coded}
-    told |= {"cures": cures, "whole": whole}
-    told |= {"names": {modality: tuple(group) for modality, group in groups.items()}}
+    told |= {"cures": cures, "whole": whole, "names": {modality: tuple(group) for modality, group in groups.items()}}
     told["origin"] = origin_of(groups, given.label_columns, list(frame.columns))
+    if facts_of["person"] is None and "person" not in more:
+        told["unread_names"] = names_among(frame[[name for name in told["origin"][""] if name not in given.meaning]])
     told["called"] = _called(given, frame)
     return Draft(name=name, where=where, **(told | result | facts_of | more))
 
@@ -102,6 +103,7 @@ def drafted(frame: "pd.DataFrame", where: str, name: str, given: Given, problems
 def _called(given: Given, frame: "pd.DataFrame") -> dict[str, str]:
     """Return what error messages call the columns that give the labels, the clients, the splits and the ids."""
     roles = {"label": given.labels, "client": given.clients, "split": given.split, "ids": given.ids}
+    roles["person"] = given.person
     held = {role: name for role, name in roles.items() if isinstance(name, str) and name in frame.columns}
     return {role: f"the {role} column '{name}'" for role, name in held.items()}
 

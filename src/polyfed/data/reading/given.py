@@ -21,7 +21,7 @@ EmptyRows = Literal["refuse", "leave-out"]
 Unmeasured = Literal["absent", "fill"]
 Modalities = Mapping[str, str | Sequence[str]]
 
-ROLES = ("labels", "clients", "split", "split_personal")
+ROLES = ("labels", "clients", "split", "split_personal", "person")
 """The facts of a row, which a data set or the caller gives."""
 
 
@@ -35,6 +35,7 @@ class Given:
         clients: natural client of each row, or the name of a column or key.
         split: split of each row, or the name of a column or key.
         split_personal: split of each row within its natural client, see `Columns`, or the name of a column.
+        person: the person of each row, of whose rows no random split divides any, or the name of a column.
         ids: sample ids of the rows, distinct integers (N,), or the name of their column. The word `rows` declares that
             row i of every array is the same sample.
         modalities: for tables: modality -> a column, a pattern with `*`, or a list of these; if None, they are guessed.
@@ -52,14 +53,15 @@ class Given:
         folder: the folder of the data file, in which the paths of image files begin; None for data in memory.
         needs_labels: whether the task needs labels.
         numeric: whether the labels are targets, so that whole numbers are quantities and not class numbers.
-        optional: the roles among `labels`, `clients`, `split`, `split_personal` and `ids` whose column may be missing,
-            because the user did not name it. `labels` is among them only if the task needs no labels.
+        optional: the roles among `labels`, `clients`, `split`, `split_personal`, `person` and `ids` whose column may be
+            missing, because the user did not name it. `labels` is among them only if the task needs no labels.
     """
 
     labels: Any = None
     clients: Any = None
     split: Any = None
     split_personal: Any = None
+    person: Any = None
     ids: Any = None
     modalities: Modalities | Sequence[str] | None = None
     present: Mapping[str, Any] | None = None
@@ -88,12 +90,18 @@ class Given:
     def meaning(self) -> dict[str, str]:
         """Return the meaning of each column of a table that has one."""
         facts = {
+            self.person: "person",
             self.ids: "row id",
             self.split_personal: "split within a client",
             self.split: "split",
             self.clients: "client",
         }
         return {column: role for column, role in facts.items() if column} | dict.fromkeys(self.label_columns, "label")
+
+    def without_roles(self, modalities: Modalities | None) -> "Given":
+        """Return how the modalities of arrays are read, whose facts of the rows were read before."""
+        facts: dict[str, Any] = dict.fromkeys(ROLES)
+        return replace(self, modalities=modalities, ids="", **facts)
 
     def options_checked(self) -> "Given":
         """Return the same, after a check of the options that do not depend on the form of the data.

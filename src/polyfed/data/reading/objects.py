@@ -248,7 +248,7 @@ def _of_arrays(data: Mapping[str, Any], given: Given, problems: Problems) -> Dra
         modalities = None if given.modalities is None else column_names(given.modalities)
         made = joined(
             parts,
-            replace(given, modalities=modalities, labels=None, clients=None, split=None, split_personal=None, ids=""),
+            given.without_roles(modalities),
             "data",
             problems,
         )
@@ -260,12 +260,19 @@ def _of_arrays(data: Mapping[str, Any], given: Given, problems: Problems) -> Dra
         clients=given.clients,
         split=given.split,
         split_personal=given.split_personal,
+        person=given.person,
         ids=None,  # arrays of different origin may be aligned or not
     )
 
 
-USUAL = {"labels": "label", "clients": "client", "split": "split", "split_personal": "split_personal"}
-"""Role -> the name of its column in a data frame, if the caller names none."""
+USUAL = {
+    "labels": "label",
+    "clients": "client",
+    "split": "split",
+    "split_personal": "split_personal",
+    "person": "",
+}
+"""Role -> the name of its column in a data frame, if the caller names none; "" for no column."""
 
 
 def _of_frame(frame: Any, given: Given, problems: Problems) -> Draft:
@@ -290,11 +297,11 @@ def _of_frame(frame: Any, given: Given, problems: Problems) -> Draft:
             if len(array) != len(frame):
                 text = f"data has {len(frame)} rows, {role} has {len(array)}. Give one entry for each row"
                 problems.add(DataError(text))
-            elif array.ndim == 1:
+            elif array.ndim == 1 and column:
                 words[role], frame = column, frame.assign(**{column: array})
                 continue
             else:
-                arrays[role] = array  # several targets for each row fit in no column
+                arrays[role] = array  # several targets for each row fit in no column, and persons need none
             words[role], frame = "", frame.drop(columns=column, errors="ignore")
     named = replace(given, modalities=modalities, ids="", optional=tuple(optional), **words)
     return drafted(frame, "data", "data", named, problems, **arrays)
@@ -305,7 +312,7 @@ def _refuse_other_index(frame: Any, given: Given, problems: Problems) -> None:
 
     polyfed pairs rows by their position, and pandas pairs them by the index. With different indices, the two disagree.
     """
-    for role in ("labels", "clients", "split", "split_personal", "ids"):
+    for role in (*ROLES, "ids"):
         value = getattr(given, role)
         if hasattr(value, "iloc") and len(value) == len(frame) and not value.index.equals(frame.index):
             problems.add(
@@ -328,9 +335,9 @@ def _of_splits(data: Mapping[str, Any], given: Given, problems: Problems) -> Dra
     if strange := [name for name in data if str(name).lower() not in SPLITS]:
         raise RecipeError(f"data has a part '{strange[0]}', which is no split. Allowed: {', '.join(SPLITS)}")
     targets = list(given.labels) if isinstance(given.labels, list | tuple) else [given.labels]
-    if not all(isinstance(value, str | None) for value in (*targets, given.clients, given.split)):
-        raise RecipeError("data is given by split: name the columns or keys of labels and clients, not arrays")
-    refuse_other_columns(data, given.modalities, (*targets, given.clients))
+    if not all(isinstance(value, str | None) for value in (*targets, given.clients, given.split, given.person)):
+        raise RecipeError("data is given by split: name the columns or keys of labels, clients and persons, not arrays")
+    refuse_other_columns(data, given.modalities, (*targets, given.clients, given.person))
     refuse_other_names(data, given)
     drafts = {name: _draft(part, given, problems) for name, part in same_order(data).items()}
     names = list(dict.fromkeys(name for draft in drafts.values() for name in draft.modalities))
@@ -361,7 +368,6 @@ def _of_splits(data: Mapping[str, Any], given: Given, problems: Problems) -> Dra
         for role, rest in (("present", True), ("cut", False))
     )
     problems.raise_all()
-    clients = [draft.clients for draft in drafts.values()]
     return replace(
         first,
         modalities=joined_arrays,
@@ -369,7 +375,9 @@ def _of_splits(data: Mapping[str, Any], given: Given, problems: Problems) -> Dra
         whole=first.whole,
         labels=labels,
         ids="rows",  # splits often number their rows separately
-        clients=None if any(c is None for c in clients) else np.concatenate([np.asarray(c) for c in clients]),
+        clients=_of_all([draft.clients for draft in drafts.values()]),
+        person=_of_all([draft.person for draft in drafts.values()]),
+        unread_names={},
         split=np.concatenate([np.full(size, SPLITS[str(name).lower()]) for name, size in sizes.items()]),
         split_personal=_personal_splits(drafts.values(), sizes.values()),
         present=present,
@@ -377,6 +385,11 @@ def _of_splits(data: Mapping[str, Any], given: Given, problems: Problems) -> Dra
         class_names=_all_names(drafts.values()),
         notes=(*first.notes, *_padded(drafts, joined_arrays)),
     )
+
+
+def _of_all(parts: Sequence[Any]) -> Any:
+    """Return the facts of the rows of all parts, or None if a part has none."""
+    return None if any(part is None for part in parts) else np.concatenate([np.asarray(part) for part in parts])
 
 
 def _personal_splits(drafts: Iterable[Draft], sizes: Iterable[int]) -> Any:
@@ -449,7 +462,7 @@ def _named(data: Any, given: Given) -> tuple[Any, tuple[str, ...] | None]:
     names in another order.
     """
     frame, result = data.to_pandas(), None
-    for role, usual in (("labels", "label"), ("clients", "client"), ("split", "split")):
+    for role, usual in (("labels", "label"), ("clients", "client"), ("split", "split"), ("person", "")):
         value = getattr(given, role)
         column = value if isinstance(value, str) else usual
         names = getattr(data.features.get(column), "names", None)
@@ -470,7 +483,8 @@ def refuse_other_names(data: Mapping[str, Any], given: Given) -> None:
     Raises:
         DataError: the names of a column differ between two splits.
     """
-    roles = [getattr(given, role) or usual for role, usual in (("clients", "client"), ("split", "split"))]
+    usual = (("clients", "client"), ("split", "split"), ("person", ""))
+    roles = [getattr(given, role) or name for role, name in usual]
     roles += [given.labels or "label"] if given.class_names is None else []
     problems, first = Problems(), dict[str, tuple[str, list[str]]]()
     for split, part in data.items():

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyfed.core.errors import DataError, PolyfedWarning, counted
+from polyfed.core.system.json_and_toml import toml_key
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
 from polyfed.data.reading.values import digits, is_missing, option, unmasked
 
@@ -120,11 +121,16 @@ def unlabelled(num_rows: int) -> Labels:
     return Labels(torch.zeros(num_rows, dtype=torch.int64), None, 1)
 
 
-def clients_of(values: Any, where: str) -> tuple[Tensor, tuple[str, ...]]:
+def clients_of(values: Any, where: str, column: str = "client") -> tuple[Tensor, tuple[str, ...]]:
     """Return the natural client of each row, int64 (N,), and their names, sorted and numbered from 0.
 
     Words that are all whole numbers without leading zeros are sorted by their value, as numbers are, so that a client
     has the same number whether a file holds numbers or text.
+
+    Args:
+        values: the clients.
+        where: the beginning of an error text.
+        column: their column, for the advice how to join two of them.
 
     Raises:
         DataError: The values are neither words nor whole numbers, or some are missing.
@@ -134,14 +140,32 @@ def clients_of(values: Any, where: str) -> tuple[Tensor, tuple[str, ...]]:
         raise DataError(f"{where} must hold integers or strings, one a row; it is {array.dtype} {array.shape}")
     words, number = np.unique(array, return_inverse=True)
     if array.dtype.kind == "U":
-        tell_alike(words, where, "clients")
+        tell_alike(words, where, "clients", Counter(array.tolist()), column)
         if all(WHOLE_WORD.fullmatch(word) for word in words.tolist()):
             order = np.argsort(words.astype(np.int64))
             words, number = words[order], np.argsort(order)[number]
     return torch.from_numpy(number.astype(np.int64)), tuple(map(str, words.tolist()))
 
 
-def tell_alike(words: NDArray[Any], where: str, what: str, counts: Mapping[str, int] | None = None) -> None:
+def persons_of(values: Any, where: str) -> Tensor:
+    """Return the number of each row's person, int64 (N,). Words that differ only by case or blanks are one person.
+
+    A person that is taken for another costs a little freedom of the split, and one that is taken for two leaks.
+
+    Raises:
+        DataError: The values are neither words nor whole numbers, or some are missing.
+    """
+    array = _whole(plain(values, where), where, "words or whole numbers")
+    if array.dtype.kind not in "iuU" or array.ndim != 1:
+        raise DataError(f"{where} must hold words or whole numbers, one a row; it is {array.dtype} {array.shape}")
+    if array.dtype.kind == "U":
+        array = np.array([" ".join(word.split()).casefold() for word in array.tolist()], dtype=np.str_)
+        if (gone := array == "").any():
+            raise missing(gone, where)
+    return torch.from_numpy(np.unique(array, return_inverse=True)[1].astype(np.int64))
+
+
+def tell_alike(words: NDArray[Any], where: str, what: str, counts: Mapping[str, int], column: str = "") -> None:
     """Warn of distinct words that differ only by case or by blanks.
 
     Args:
@@ -149,6 +173,7 @@ def tell_alike(words: NDArray[Any], where: str, what: str, counts: Mapping[str, 
         where: the beginning of an error text.
         what: what the words are.
         counts: how often each word occurs; the most frequent one is suggested for those like it.
+        column: the column of the words, unless they are labels.
 
     Raises:
         DataError: the words are classes, and some differ only by blanks, which nobody sees.
@@ -162,14 +187,10 @@ def tell_alike(words: NDArray[Any], where: str, what: str, counts: Mapping[str, 
     listed = "; ".join(" and ".join(map(repr, group)) for group in alike[:5]) + ("; ..." if len(alike) > 5 else "")
     blanks = [group for group in alike if any(word != " ".join(word.split()) for word in group)]
     text = f"{where} holds {listed}, which differ only by case or blanks and count as different {what}"
-    if what != "classes":
-        warnings.warn(f"{text}. Write them the same way if they are one", PolyfedWarning, stacklevel=4)
-        return
-    same = {
-        word: kept for group in alike for kept in [_plainest(group, counts or {})] for word in group if word != kept
-    }
-    cure = f"of a table's file, {option('relabel', same)} does"
-    if blanks:
+    same = {word: kept for group in alike for kept in [_plainest(group, counts)] for word in group if word != kept}
+    name = f"relabel.{toml_key(column)}" if column else "relabel"
+    cure = f"of a table's file, {option(name, same)} does"
+    if blanks and what == "classes":
         raise DataError(f"{text}. Write them the same way; {cure}")
     warnings.warn(f"{text}. Write them the same way if they are one; {cure}", PolyfedWarning, stacklevel=4)
 

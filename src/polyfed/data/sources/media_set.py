@@ -68,6 +68,10 @@ class MediaSet(Source):
         """
         return split
 
+    def person_of(self, prepared: Prepared) -> Tensor | None:
+        """Return the person of each row, int64 (N,), whom no random split divides, or None if the data names none."""
+        return None
+
     @override
     def load(self) -> Columns:
         root = existing(self.path, self.NAME)
@@ -76,7 +80,7 @@ class MediaSet(Source):
         extractors = self.extractors()
         prepared.check(self.NAME, extractors, self.chosen())
         columns = prepared.columns(extractors)
-        return replace(columns, split=self.split_of(prepared, columns.split))
+        return replace(columns, split=self.split_of(prepared, columns.split), person=self.person_of(prepared))
 
     def prepare(
         self, target: Path, *, workers: int = 1, on_corrupt: OnCorrupt = "fail", listener: Listener | None = None

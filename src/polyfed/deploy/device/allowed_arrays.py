@@ -75,7 +75,8 @@ def check_arrays(recipe: Recipe, protected: Iterable[str]) -> None:
             )
         check_array("groups", name, "[algorithm] groups")
     for modality, name in joined_arrays(recipe):
-        if name != modality and (name in modalities or name in array_names(recipe).values() or name == Npz.client):
+        others = {*modalities, *array_names(recipe).values(), Npz.client, Npz.person}
+        if name != modality and name in others:
             raise NotAllowed(
                 f"[data] modalities {modality}: '{name}' is another modality, or an array with another meaning. No "
                 "policy file can allow that. Name other arrays"

@@ -15,6 +15,7 @@ from polyfed.core.registry import allowed_arrays
 from polyfed.data import Columns, Population, Shards
 from polyfed.data.column_fitting import Statistics, agreed, encoded, fits, read_tables, statistics
 from polyfed.data.columns import TEST, TRAIN, VALIDATION, check_finite
+from polyfed.data.population.population import warn_of_divided
 from polyfed.data.reading.array_files import Arrays
 from polyfed.data.reading.row_facts import number_of
 from polyfed.data.row_groups import device_groups
@@ -57,14 +58,14 @@ def population_on(
     base = recipe.data if isinstance(recipe.data, Npz) else ELSEWHERE
     if base.ids == ROWS:  # row numbers identify samples in a single table, but not across the files of several devices
         base = replace(base, ids=Npz.ids)
-    # a device belongs to one client and has only one test set, so it needs neither of these arrays
-    base = replace(base, client=Npz.client, split_personal=Npz.split_personal)
+    # a device belongs to one client and has only one test set, so it needs neither of the first two arrays; it draws no
+    # split, so a recipe has no say in who the persons are
+    base = replace(base, client=Npz.client, split_personal=Npz.split_personal, person=Npz.person)
     if not base.split:  # the owner decides which rows train, so a recipe cannot take the array of the split away
         base = replace(base, split=Npz.split)
     _refuse_left_out_split(base.split, node)
     source = replace(base, path=node.data, **_arrays_of(base, node, facts), test_share=0.0)
-    columns: Columns = task_of(recipe).prepared(refuse_own_numbers(source.load(), node.data))
-    check_finite(columns)
+    columns = _loaded(source, recipe, node)
     method: Any = recipe.algorithm
     columns = replace(columns, groups=device_groups(node.data, getattr(method, "groups", {}), len(columns)))
     if recipe.algorithm.aligns_rows and columns.numbered:
@@ -93,6 +94,14 @@ def population_on(
         own_validation=_only(node.client, validation) if len(validation) else None,
         told=({},) * node.client + (result,) if result else (),
     )
+
+
+def _loaded(source: Npz, recipe: Recipe, node: NodeConfig) -> Columns:
+    """Return the rows, and warn if their split divides persons, whom nothing else on a device reads."""
+    columns: Columns = task_of(recipe).prepared(refuse_own_numbers(source.load(), node.data))
+    check_finite(columns)
+    warn_of_divided(columns)
+    return replace(columns, person=None, unread_names={})
 
 
 def pseudonyms(ids: torch.Tensor, path: Path) -> torch.Tensor:

@@ -11,6 +11,7 @@ from polyfed.core.problems import Problems
 from polyfed.core.system.json_and_toml import toml_value
 from polyfed.data import Column, Columns
 from polyfed.data.column_scaling import fitted
+from polyfed.data.columns import LEFT_OUT
 from polyfed.data.reading.column_guess import IDS
 from polyfed.data.sources.own.table_files import Table
 from polyfed.data.token_ids import WHOLE, vocabulary_of, whole_numbers
@@ -133,8 +134,7 @@ def guesses_of(recipe: Recipe, columns: Columns) -> tuple[str, ...]:
     result = list(columns.notes)
     for name, column in columns.modalities.items():
         if name in columns.present:
-            lacking = int((~columns.present[name]).sum())
-            result.append(f"'{name}' is missing in {lacking:,} of {len(columns):,} rows")
+            result.append(told_of_missing(columns, name))
         if recipe.model.module is None and name not in recipe.model.encoders:
             spec = encoder_for(name, column, recipe.model.embedding)
             result.append(f"'{name}' holds {kind_of(column)}; its encoder is {name} = {encoder_text(spec)}")
@@ -146,6 +146,13 @@ def guesses_of(recipe: Recipe, columns: Columns) -> tuple[str, ...]:
         count = len(set(columns.client.tolist()))
         result.append(f"the data has {count:,} natural clients; [clients] partition = 'by-client' makes each a client")
     return tuple(result)
+
+
+def told_of_missing(columns: Columns, modality: str) -> str:
+    """Return in how many rows a modality is missing. Rows that are left out count nowhere."""
+    kept = columns.split.cpu() != LEFT_OUT
+    lacking = int((~columns.present[modality].cpu() & kept).sum())
+    return f"'{modality}' is missing in {lacking:,} of {int(kept.sum()):,} rows"
 
 
 MOST_UNREAD = 20

@@ -163,8 +163,9 @@ def dialect_of(options: Mapping[str, Any]) -> Dialect:
 def _words(options: Mapping[str, Any], names: Sequence[str]) -> dict[str, bool]:
     """Return the columns whose cells are words even if they look like numbers; true for the labels; see `read`."""
     table = _roles(names, options, "", False, [], [])
-    roles = {role: name for role in ("client", "split", "label") if isinstance(name := table.get(role), str)}
+    roles = {role: name for role in ("client", "split", "person", "label") if isinstance(name := table.get(role), str)}
     words = dict.fromkeys(word_columns(options.get("columns") or {}), False)
+    words |= {column: False for column, given in (options.get("relabel") or {}).items() if isinstance(given, Mapping)}
     return words | {name: role == "label" for role, name in roles.items()}
 
 
@@ -188,6 +189,7 @@ def _of_arrays(
         return table
     special = {value for value in table.values() if isinstance(value, str)}
     special |= {"id", "label_name", Npz.split_personal, f"{table['label']}_known"}
+    special |= {name for name in arrays.names if name == Npz.person and len(arrays.form(name)[0]) == 1}
     special |= {f"{name}_present" for name in arrays.names}
     rest = [name for name in arrays.names if name not in special and name not in left_out]
     rules = rules_of("[data.columns]", options.get("columns"))
@@ -225,7 +227,7 @@ def _of_table(
         table["modalities"] = column_names(table["modalities"])
     label = table["label"]
     special = {*([label] if isinstance(label, str) else label), table.get("client", ""), table.get("split", "")}
-    special.add(table.get("split_personal", Table.split_personal))
+    special |= {table.get("split_personal", Table.split_personal), table.get("person", "")}
     if "modalities" not in table:
         if "ids" not in table and (ids := row_ids(frame, {*special, *left_out})):
             table["ids"] = ids

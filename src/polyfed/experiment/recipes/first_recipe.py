@@ -19,10 +19,11 @@ from polyfed.data.column_scaling import asked, uneven_modalities
 from polyfed.data.columns import GUARD, LEFT_OUT, OWN_TEST, TEST, TRAIN, VALIDATION
 from polyfed.data.leaked_labels import repeated_rows
 from polyfed.data.partitions import PARTITIONS
+from polyfed.data.partitions.persons import told_of_persons
 from polyfed.data.population.splits import drawn_note
 from polyfed.data.sources.own.npz import Npz
 from polyfed.data.sources.own.table_files import Table
-from polyfed.experiment.recipes.defaults import encoder_for, encoder_text, kind_of, told_of_whole
+from polyfed.experiment.recipes.defaults import encoder_for, encoder_text, kind_of, told_of_missing, told_of_whole
 from polyfed.experiment.recipes.file_reading import read_file
 from polyfed.experiment.recipes.recipe import parse_recipe
 from polyfed.experiment.recipes.task_choice import needs_labels, prepared
@@ -88,7 +89,7 @@ def starter(
     clients, words = _clients(columns, table, task)
     notes += _marked(columns, clients, source.split_personal)
     clients, words = _with_chosen(clients, words, chosen)
-    notes += [words, *(seen := [] if apart else _seen(columns))]
+    notes += [words, *(seen := [] if apart else _seen(columns)), *([] if apart else told_of_persons(columns))]
     if seen and reading.times and not _marks(columns) and "split" not in table:
         warn(_overlap(path, reading.times[0], table.get("client", "client")), PolyfedWarning, stacklevel=3)
     found = {m: affordable(column, encoder_for(m, column, 64)) for m, column in columns.modalities.items()}
@@ -127,8 +128,7 @@ def starter(
 
 def _of_samples(columns: Columns, encoders: Mapping[str, EncoderSpec]) -> list[str]:
     """Return notes about what the modalities hold, about rows that lack them, and about copies in the test set."""
-    lacking = {m: int((~there).sum()) for m, there in columns.present.items()}
-    notes = [f"'{m}' is missing in {count:,} of {len(columns):,} rows" for m, count in lacking.items()]
+    notes = [told_of_missing(columns, m) for m in columns.present]
     notes += [f"'{m}' holds {kind_of(columns.column(m))}: {encoder_text(spec)}" for m, spec in encoders.items()]
     notes += [line for m, spec in encoders.items() for line in told_of_whole(m, columns.column(m), spec)]
     return [*notes, *filter(None, [repeated_rows(columns, columns.rows(TRAIN), columns.rows(TEST))])]
@@ -171,6 +171,9 @@ def _has_sets(columns: Columns, task: str | None) -> bool:
     """Return whether conformal sets or intervals can be promised."""
     known = task or looks_like(columns.label)
     marked = len(columns.rows(VALIDATION)) > 0
+    if columns.person is not None and columns.client is not None:  # a share of a client of one person would divide it
+        pairs = torch.unique(torch.stack([columns.client, columns.person]), dim=1)
+        marked |= pairs.shape[1] == len(torch.unique(columns.client))
     return _has_holes(columns, task) and known in ("classification", "regression") and not marked
 
 
@@ -279,9 +282,10 @@ def _seen(columns: Columns) -> list[str]:
     train, test = (torch.unique(columns.client[columns.rows(split)]) for split in (TRAIN, TEST))
     if not (both := int(torch.isin(train, test).sum())):
         return []
+    who = "people who were" if columns.person is None else "clients that were"
     return [
-        f"{both} of the natural clients have rows in training and in the test set, so the score is about people who "
-        "were seen in training. [clients] test_clients = 0.2 tests whole clients that take no part in it"
+        f"{both} of the natural clients have rows in training and in the test set, so the score is about {who} seen in "
+        "training. [clients] test_clients = 0.2 tests whole clients that take no part in it"
     ]
 
 

@@ -39,6 +39,8 @@ class DataOptions(TypedDict, total=False):
         split: split of each row (`train`, `test`, `validation`, or their codes), or the name of a column or key.
         split_personal: split of each row within its natural client (0 training, 1 own test row, 2 guard row), or the
             name of the column or array; `personal_test = "split_personal"` of [clients] uses it.
+        person: person of each row, or the name of a column, key or array: random splits and partitions keep the rows of
+            a person together.
         modalities: modality -> columns of a data frame or file; or names of the parts of a dataset's samples. If these
             samples are dictionaries, their other keys are not read.
         present: modality -> bool (N,), false where a row lacks the modality.
@@ -68,6 +70,7 @@ class DataOptions(TypedDict, total=False):
     clients: Any
     split: Any
     split_personal: Any
+    person: Any
     modalities: Any
     present: Mapping[str, Any]
     class_names: Sequence[str]
@@ -112,6 +115,7 @@ OF_TEXT_FILES = ("separator", "decimal", "comment", "encoding", "empty")
 OF_THE_DATA = (
     "split",
     "split_personal",
+    "person",
     "modalities",
     "present",
     "class_names",
@@ -296,7 +300,7 @@ def _refuse_values(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         several = name == "labels" and isinstance(value, list | tuple) and bool(value)
         named = value is None or all(isinstance(word, str) for word in (value if several else [value]))
-        wrong = name in ("labels", "clients", "split", "split_personal", "ids") and not named
+        wrong = name in ("labels", "clients", "split", "split_personal", "person", "ids") and not named
         is_array = hasattr(value, "dtype") and not np.isscalar(value)
         if is_array or wrong:
             kind = "an array" if is_array else repr(value) if np.isscalar(value) else f"a {type(value).__name__}"

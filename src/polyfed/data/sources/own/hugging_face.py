@@ -5,15 +5,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+from torch import Tensor
 from typing_extensions import override
 
 from polyfed.core.errors import DataError, did_you_mean, require, require_one_of
 from polyfed.core.option_checks import BELOW_ONE, check_ranges
 from polyfed.data.columns import TEST, TRAIN, VALIDATION, Columns
 from polyfed.data.features.listing import Listing, Sample, class_of
+from polyfed.data.features.prepared import Prepared
 from polyfed.data.media import Clip, Extractor, Image, LogMel, TextEmbedding, Tokens, Values
 from polyfed.data.media.clip import optional
 from polyfed.data.population.splits import drawn, drawn_note
+from polyfed.data.reading.row_facts import persons_of
 from polyfed.data.sources.base import Facts
 from polyfed.data.sources.media_set import MediaSet
 
@@ -38,6 +41,8 @@ class HuggingFace(MediaSet):
         columns: Modality -> column of its values, if their names differ.
         label: Column with class numbers or names.
         client: Column with the natural client; empty if there is none.
+        person: Column with the person of each row: random splits and partitions keep the rows of a person together.
+            Empty if there is none. The words are kept nowhere.
         model: Folder of the model for "text" and "tokens", or its name in the hub's cache.
         size: Height and width of images.
         test_share: Share of every class that is the test set if there is no split test; 0 for none.
@@ -51,6 +56,7 @@ class HuggingFace(MediaSet):
     columns: Mapping[str, str] = field(default_factory=dict)
     label: str = "label"
     client: str = ""
+    person: str = ""
     model: str = "distilbert-base-uncased"
     size: int = 224
     test_share: Annotated[float, BELOW_ONE] = 0.2
@@ -61,7 +67,7 @@ class HuggingFace(MediaSet):
         require(bool(self.modalities), "data.modalities", dict(self.modalities), "at least one: modality = kind")
         for name, kind in self.modalities.items():
             require_one_of(f"data.modalities.{name}", kind, _KINDS)
-            for role in ("label", "client"):
+            for role in ("label", "client", "person"):
                 other = self._column(name) != getattr(self, role)
                 require(other, f"data.{role}", getattr(self, role), "a column that is not in data.modalities too")
         for name in self.columns:
@@ -90,7 +96,20 @@ class HuggingFace(MediaSet):
             for name, part in parts.items()
             for row in range(len(part))
         ]
+        if self.person:
+            words = [_word(part, self.person, row) for part in parts.values() for row in range(len(part))]
+            persons = persons_of(words, f"'{root}': the person column '{self.person}'").tolist()
+            samples = [replace(sample, group=number) for sample, number in zip(samples, persons, strict=True)]
         return Listing(samples, classes)
+
+    @override
+    def chosen(self) -> Mapping[str, Any]:
+        named = {"person": self.person} if self.person else {}  # folders that were prepared before know no person
+        return {**super().chosen(), **named}
+
+    @override
+    def person_of(self, prepared: Prepared) -> Tensor | None:
+        return prepared.groups() if self.person else None
 
     @override
     def load(self) -> Columns:
@@ -101,11 +120,12 @@ class HuggingFace(MediaSet):
         if not self.test_share or len(columns.rows(TEST)) or not len(rows):
             return columns
         split = columns.split.clone()
-        split[rows] = drawn(columns.label[rows], self.test_share, self.seed)
+        person = None if columns.person is None else columns.person[rows]
+        split[rows] = drawn(columns.label[rows], self.test_share, self.seed, person)
         return replace(columns, split=split, notes=(*columns.notes, drawn_note(self.test_share)))
 
     def _classes(self, root: Path, parts: Mapping[str, Any]) -> tuple[str, ...]:
-        wanted = [self.label, *([self.client] if self.client else []), *map(self._column, self.modalities)]
+        wanted = [self.label, *filter(None, (self.client, self.person)), *map(self._column, self.modalities)]
         for name, part in parts.items():
             for column in wanted:
                 if column not in part.column_names:

@@ -18,6 +18,7 @@ from polyfed.data.reading.array_files import Arrays, stored_name
 from polyfed.data.reading.draft import Draft, columns_of
 from polyfed.data.reading.frames import Joined, joined, origin_of
 from polyfed.data.reading.given import EmptyRows, Given, Unmeasured
+from polyfed.data.reading.person_columns import names_in
 from polyfed.data.reading.values import Layout
 from polyfed.data.sources.base import Facts, Source
 
@@ -44,6 +45,9 @@ class Npz(Source):
         client: Array of the natural client of each row, integers or strings.
         split: Array of the splits: 0 train, 1 test, 2 validation, 3 left out, or the words train, test, validation.
         split_personal: Array of splits within each natural client: 0 train, 1 test, 2 guard row.
+        person: Array of the person of each row, words or whole numbers: random splits and partitions keep the rows of a
+            person together. It is no feature, and its words are kept nowhere. By default the array `person`, unless it
+            is read as something else; "" for none.
         class_names: Array with the name of each class, or of each of the T targets.
         ids: Array of sample ids, distinct integers or words; or "rows": row i of every array is the same sample.
             Algorithms for silos need one of the two.
@@ -67,6 +71,7 @@ class Npz(Source):
     client: str = "client"
     split: str = "split"
     split_personal: str = "split_personal"
+    person: str = "person"
     class_names: str = "label_name"
     ids: str = "id"
     layout: Mapping[str, Layout] = field(default_factory=dict)
@@ -86,7 +91,7 @@ class Npz(Source):
             "distinct names",
         )
         named = {*self.modalities, *self.arrays}
-        for role in ("label", "client", "split"):
+        for role in ("label", "client", "split", *(() if self.person == Npz.person else ("person",))):
             name = getattr(self, role)
             require(name not in named, f"data.{role}", name, "an array that is not in data.modalities too")
         require(
@@ -130,12 +135,14 @@ class Npz(Source):
         arrays, problems = Arrays(self.path), Problems()
         self._check_names(arrays)
         held = {role: self._named(arrays, role) for role in ("client", "split", "split_personal", "class_names")}
+        held["person"] = self._person(arrays)
         held["ids"] = None if self.ids == ROWS and ROWS not in arrays else self._named(arrays, "ids")
         read: dict[str, Any] = {
             "labels": problems.attempt(lambda: arrays[self.label]) if self.label else None,
             "clients": self._read(held["client"], arrays.__getitem__, problems),
             "split": self._read(held["split"], arrays.__getitem__, problems),
             "split_personal": self._read(held["split_personal"], arrays.integers, problems),
+            "person": self._read(held["person"], arrays.__getitem__, problems),
             "class_names": self._read(held["class_names"], arrays.strings, problems),
             "ids": self._read(held["ids"], arrays.__getitem__, problems),
             "known": self._read(self.known if self.known in arrays else None, arrays.__getitem__, problems),
@@ -147,9 +154,13 @@ class Npz(Source):
         if read["ids"] is None and self.ids == ROWS:
             read["ids"] = ROWS
         roles = {"label": self.label, "known": self.known, "ids": held["ids"]} | {
-            role: held[role] for role in ("client", "split", "split_personal")
+            role: held[role] for role in ("client", "split", "split_personal", "person")
         }
         present = {name: mask for name, mask in present.items() if mask is not None}
+        origin = origin_of(self.groups, (self.label,) if self.label else (), arrays.names)
+        if held["person"] is None and self.person:
+            rest = [name for name in origin[""] if name not in {*roles.values(), *masks.values(), self.class_names}]
+            read["unread_names"] = names_in(arrays, rest)
         draft = Draft(
             name=stored_name(arrays.path),
             where=f"'{arrays.path}'",
@@ -167,7 +178,7 @@ class Npz(Source):
             faulty=tuple(name for name in self.modalities if made.modalities.get(name) is None),
             declared=True,
             owned=True,
-            origin=origin_of(self.groups, (self.label,) if self.label else (), arrays.names),
+            origin=origin,
             called={role: f"array '{name}'" for role, name in ({n: n for n in self.modalities} | roles).items()},
             **read,
         )
@@ -237,6 +248,15 @@ class Npz(Source):
             raise RecipeError(f"data.modalities is empty; name some of the arrays of '{arrays.path}': {found}")
         for name in self.layout:
             require(name in self.modalities, "data.layout", name, ", ".join(self.modalities))
+
+    def _person(self, arrays: Arrays) -> str | None:
+        """Return the name of the array of persons. One of the default name that holds something else is not read."""
+        name = self._named(arrays, "person")
+        if name is None or self.person != Npz.person:
+            return name
+        other = name in self.arrays or name in (self.label, self.client, self.split, self.ids)
+        shape, kind = arrays.form(name)
+        return None if other or len(shape) != 1 or kind.kind not in "iuUS" else name
 
     def _named(self, arrays: Arrays, key: str) -> str | None:
         """Return the name of the array that the option `key` gives.

@@ -8,8 +8,9 @@ import re
 import shlex
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -93,9 +94,12 @@ class Table(Source):
         client: Column of the natural client of each row: words or whole numbers.
         split: Column of the splits: the words train, test and validation, or their codes 0, 1 and 2.
         split_personal: Column of the splits within each natural client: 0 train, 1 test, 2 guard row.
+        person: Column of the person of each row, words or whole numbers: random splits and partitions keep the rows of
+            a person together. It is no feature, and its words are kept nowhere.
         ids: Column of the row ids, distinct whole numbers; by default a column of numbers named `id`, `ids` or `row_id`
             that is in no modality, else, or with "rows", the row numbers.
-        relabel: Word of a label -> the class that it means, such as { "yes " = "Yes", no = "No" }.
+        relabel: Word of a label -> the class that it means, such as { "yes " = "Yes", no = "No" }; or column -> its
+            words and what they mean, such as { site = { "Aachen " = "Aachen" } }.
         class_names: The names of the classes in order, for labels that are numbers, or words whose order matters.
         columns: Column -> how its words, empty cells, dates, image files or texts become numbers (docs/data.md):
             "one-hot", "mean", "image", "words", or a table with a kind and its options.
@@ -122,8 +126,9 @@ class Table(Source):
     client: str = "client"
     split: str = "split"
     split_personal: str = "split_personal"
+    person: str = ""
     ids: str = ""
-    relabel: Mapping[str, str] = field(default_factory=dict)
+    relabel: Mapping[str, str | Mapping[str, str]] = field(default_factory=dict)
     class_names: tuple[str, ...] = ()
     columns: Mapping[str, str | Mapping[str, Any]] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -152,8 +157,8 @@ class Table(Source):
     def load(self) -> Columns:
         path = existing(self.path, "table")
         problems = Problems()
-        words = {self.client: False, self.split: False} | ({self.label: True} if isinstance(self.label, str) else {})
-        words |= dict.fromkeys(word_columns(self.columns), False)
+        texts = (self.client, self.split, self.person, *word_columns(self.columns), *self._words_by_column)
+        words = dict.fromkeys(filter(None, texts), False) | ({self.label: True} if isinstance(self.label, str) else {})
         return self.columns_of(read(path, problems, lambda _: words, self.dialect), path, problems)
 
     @property
@@ -186,34 +191,61 @@ class Table(Source):
                 f"modalities = {{ {lines} }}",
                 ("data", "modalities"),
             )
-        frame = self._relabelled(frame, path)
+        frame = self.relabelled(frame)
         axes = {name: {1: "F", 2: "TF", 3: "CHW"}.get(len(shape), "") for name, shape in self.shapes.items()}
         more = {"class_names": self.class_names} if self.class_names else {}
         draft = drafted(frame, f"'{path}'", path.stem, self.given, problems, layout=axes | dict(self.layout), **more)
         draft = replace(draft, modalities=self._shaped(draft.modalities, problems))
         return checked_columns(draft, self.given, problems)
 
-    def _relabelled(self, frame: "pd.DataFrame", path: Path) -> "pd.DataFrame":
-        """Return the table with the labels that `relabel` gives.
+    def relabelled(self, frame: "pd.DataFrame", only: Collection[str] | None = None) -> "pd.DataFrame":
+        """Return the table with the words that `relabel` gives.
+
+        Args:
+            only: the columns to change, by default all that `relabel` names.
 
         Raises:
-            RecipeError: `relabel` names a word that no label is.
+            RecipeError: `relabel` names a column that the table lacks or that is a feature, whose words new rows would
+                have as they are, or a word that the column lacks.
         """
-        if not self.relabel or not isinstance(self.label, str) or self.label not in frame.columns:
-            return frame
-        known = {str(cell) for cell in frame[self.label].dropna().unique()}
-        for word in self.relabel:
-            require(word in known, "data.relabel", word, ", ".join(sorted(known)[:20]))
-        return frame.assign(**{self.label: frame[self.label].map(lambda cell: self.relabel.get(str(cell), cell))})
+        listed = ([group] if isinstance(group, str) else group for group in self.modalities.values())
+        features = [word for group in listed for word in group]
+        for column, words in self._words_by_column.items():
+            if only is not None and column not in only:
+                continue
+            free = not any(column == word or fnmatchcase(column, word) for word in features)
+            require(free, "data.relabel", column, "columns of labels, clients, persons and groups, not of a modality")
+            if column not in frame.columns:
+                require(column == self.label, "data.relabel", column, ", ".join(map(str, frame.columns[:20])))
+                continue
+            known = {str(cell) for cell in frame[column].dropna().unique()}
+            for word in words:
+                require(word in known, "data.relabel", word, ", ".join(sorted(known)[:20]))
+            frame = frame.assign(**{column: frame[column].map(lambda cell, words=words: words.get(str(cell), cell))})
+        return frame
+
+    @property
+    def _words_by_column(self) -> dict[str, Mapping[str, str]]:
+        """Return column -> its words and what they mean. A word without a column is one of the labels."""
+        result = {column: words for column, words in self.relabel.items() if not isinstance(words, str)}
+        own = {word: name for word, name in self.relabel.items() if isinstance(name, str)}
+        if own and isinstance(self.label, str):
+            result[self.label] = {**own, **result.get(self.label, {})}
+        return result
 
     def for_other_rows(self) -> "Table":
-        """Return the source of new rows, in which a word of `relabel` may be missing: then its rule has no effect."""
-        if not self.relabel or not isinstance(self.label, str):
+        """Return the source of new rows, in which what `relabel` names may be missing: then its rule has no effect."""
+        if not self.relabel:
             return self
-        path, label = existing(self.path, "table"), self.label
-        frame = read(path, Problems(), lambda _: {label: True}, self.dialect)
-        words = {str(cell) for cell in frame[label].dropna().unique()} if label in frame.columns else set()
-        return replace(self, relabel={word: name for word, name in self.relabel.items() if word in words})
+        rules = self._words_by_column
+        texts = {column: column == self.label for column in rules}
+        frame = read(existing(self.path, "table"), Problems(), lambda _: texts, self.dialect)
+        kept = {
+            column: {word: name for word, name in words.items() if word in set(map(str, frame[column].dropna()))}
+            for column, words in rules.items()
+            if column in frame.columns
+        }
+        return replace(self, relabel=kept)
 
     @property
     def given(self) -> Given:
@@ -222,6 +254,7 @@ class Table(Source):
             ("clients", self.client == Table.client),
             ("split", self.split == Table.split),
             ("split_personal", self.split_personal == Table.split_personal),
+            ("person", not self.person),
             ("ids", not self.ids),
         ]
         return Given(
@@ -229,6 +262,7 @@ class Table(Source):
             clients=self.client,
             split=self.split,
             split_personal=self.split_personal,
+            person=self.person,
             ids=self.ids,
             modalities=self.modalities,
             partial=self.partial,
