@@ -27,10 +27,10 @@ OF_MODEL = ("params", "moments", "memory", "train_loss")
 
 
 def known_clients(content: Mapping[str, Any]) -> Tensor:
-    """Return which clients the run of a checkpoint has had so far, bool; all numbers of one that did not note them."""
+    """Return which clients the run of a checkpoint has had so far, bool; none if an old release did not note them."""
     facts = content.get("federation", {})
     known: Tensor | None = facts.get(KNOWN)
-    return torch.ones(len(facts.get("num_rows", ())), dtype=torch.bool) if known is None else known
+    return facts.get("num_rows", torch.zeros(0)) > 0 if known is None else known
 
 
 def with_present(known: Tensor, clients: ClientRegistry) -> Tensor:

@@ -32,7 +32,7 @@ OF_CLIENTS = ("num_rows", "holds", "silo")
 """The facts about clients: fields of `ClientRegistry`."""
 
 KNOWN = "known"
-"""Beside them, bool: whether a client has had training rows since the run began, as one may be away now."""
+"""Beside them, bool: whether a client has had training rows since the run began, if one is away now."""
 
 CLIENTS = "clients-{}.safetensors"
 """The name of the file with these facts. The name contains the first 16 digits of the file's SHA-256."""
@@ -54,7 +54,8 @@ def kept_facts(fed: Federation, columns: Columns, form: RowForm, known: Tensor, 
         CheckpointError: the file cannot be written.
     """
     registry, model, scaling = fed.clients, fed.context.model, scaling_of(columns)
-    facts = {name: getattr(registry, name) for name in OF_CLIENTS} | {KNOWN: known}
+    facts = {name: getattr(registry, name) for name in OF_CLIENTS}
+    facts |= {} if torch.equal(known, registry.num_rows.cpu() > 0) else {KNOWN: known}
     return {
         "shapes": {name: list(shape) for name, shape in model.shapes.items()},
         "classes": fed.context.num_classes,
