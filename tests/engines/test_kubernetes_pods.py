@@ -33,9 +33,10 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        port, status, self.server_health, self.device_health = free_ports(4)
-        self.port, self.status = port, status
-        for name in ("bin", "server", "device", "data", "policy", "token", "tmp"):
+        server, edge, self.status, *health = free_ports(6)
+        self.ports = {"server": server, "edge": edge}
+        self.health = dict(zip(("server", "edge", "device"), health, strict=True))
+        for name in ("bin", "server", "edge", "device", "data", "policy", "token", "tmp"):
             (folder / name).mkdir()
         for name, words in (("polyfed", [sys.executable, "-m", "polyfed"]), ("python", [sys.executable])):
             (folder / "bin" / name).write_text(f'#!/bin/sh\nexec {" ".join(words)} "$@"\n')
@@ -56,7 +57,8 @@ class Cluster:
             "/etc/polyfed/": f"{self.folder / 'policy'}/",
             "/data/": f"{self.folder / 'data'}/",
             "server.example.org": "127.0.0.1",
-            "9095": self.server_health if role == "server" else self.device_health,
+            "edge.example.org": "127.0.0.1",
+            "9095": self.health[role],
             "9096": self.status,
         }
         found = list(words)
@@ -73,13 +75,13 @@ class Cluster:
     def prepared(self, role: str) -> "subprocess.CompletedProcess[str]":
         """Carry out the container that prepares the volume. The server's listens on a port of the test."""
         (container,) = pod(role)["initContainers"]
-        more = [f"--port={self.port}"] if role == "server" else []
+        more = [f"--port={self.ports[role]}"] if role in self.ports else []
         return self.run(role, [*container["command"], *container["args"], *more])
 
     @contextmanager
     def started(self, role: str) -> Iterator["subprocess.Popen[bytes]"]:
         """Run the container of a role; at the end it is asked to end, as by a cluster, and does so in time."""
-        more = [f"--port={self.port}"] if role == "server" else []
+        more = [f"--port={self.ports[role]}"] if role == "server" else []  # that of an edge is in its file
         words = self.words(role, ["polyfed", *main_container(role)["args"], *more])
         with (self.folder / f"{role}.log").open("ab") as log:
             process = subprocess.Popen(words, env=self.environment, stdout=log, stderr=log)
@@ -98,7 +100,7 @@ class Cluster:
         probe = main_container(role)[f"{name}Probe"]
         if "exec" in probe:
             return self.run(role, probe["exec"]["command"]).returncode == 0
-        return answers(probe["httpGet"], self.port)
+        return answers(probe["httpGet"], self.ports[role])
 
     def reaches(self, role: str, name: str, *, state: bool = True) -> None:
         """Wait until a probe passes, or until it fails."""
@@ -132,6 +134,34 @@ def mounted(folder: Path, name: str, text: str) -> None:
     draft.rename(folder / "..data")
     if not (folder / name).is_symlink():
         (folder / name).symlink_to(Path("..data") / name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_an_edge_joins_without_a_token_in_its_log_and_tells_alive_from_ready(tmp_path: Path) -> None:
+    cluster, credentials = Cluster(tmp_path), tmp_path / "server" / "app-credentials"
+    assert cluster.prepared("server").returncode == 0
+    assert cluster.prepared("edge").returncode != 0, "there is no token yet, and the cluster tries again"
+    with cluster.started("server"):
+        cluster.reaches("server", "startup")
+        token = cluster.run("server", ["polyfed", "server", "token", str(credentials), "--json"])
+        mounted(tmp_path / "token", "token", json.loads(token.stdout)["token"])
+        done = cluster.prepared("edge")
+        assert done.returncode == 0, done.stderr
+        assert "polyfed-join-" not in done.stdout + done.stderr, "the log of a pod shows no token"
+        tokens = tmp_path / "edge" / "tokens.json"
+        assert len(json.loads(tokens.read_text())["tokens"]) == 2
+        assert tokens.stat().st_mode & 0o077 == 0
+        (tmp_path / "token" / "token").unlink()
+        assert cluster.prepared("edge").returncode == 0, "a restart needs no token"
+    assert not cluster.passes("edge", "liveness")
+    with cluster.started("edge"):
+        cluster.reaches("edge", "startup")
+        assert cluster.passes("edge", "liveness"), "a server that is away is no reason to end an edge"
+        assert not cluster.passes("edge", "readiness")
+        with cluster.started("server"):
+            cluster.reaches("edge", "readiness")
+    assert (tmp_path / "edge" / "edge" / "edge.key").stat().st_mode & 0o077 == 0
 
 
 @pytest.mark.slow

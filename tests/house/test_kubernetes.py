@@ -13,7 +13,7 @@ from house.test_deploy_files import DEPLOY, check_command, commands_of, compose,
 
 jsonschema: Any = pytest.importorskip("jsonschema")
 
-ROLES = ("server", "device")
+ROLES = ("server", "edge", "device")
 VOLUMES = {"configMap", "emptyDir", "persistentVolumeClaim", "secret"}
 """Kinds of volumes without access to the node."""
 
@@ -28,7 +28,7 @@ def of_kind(role: str, kind: str) -> dict[str, Any]:
 
 
 def workload(role: str) -> dict[str, Any]:
-    return of_kind(role, "StatefulSet" if role == "server" else "Deployment")
+    return of_kind(role, "Deployment" if role == "device" else "StatefulSet")
 
 
 def pod(role: str) -> dict[str, Any]:
@@ -93,8 +93,8 @@ def test_a_pod_has_no_rights_and_writes_only_its_volume(role: str) -> None:
         assert {mount["name"] for mount in container["volumeMounts"]} <= {*kinds, *claims}
 
 
-def test_one_process_has_the_key_and_the_volume_of_a_server_or_device() -> None:
-    assert [workload(role)["spec"]["replicas"] for role in ROLES] == [1, 1]
+def test_one_process_has_the_key_and_the_volume_of_a_role() -> None:
+    assert [workload(role)["spec"]["replicas"] for role in ROLES] == [1, 1, 1]
     assert workload("device")["spec"]["strategy"] == {"type": "Recreate"}
 
 
@@ -111,19 +111,20 @@ def test_a_container_starts_what_compose_starts(role: str) -> None:
     assert [one["name"] for one in container["env"]] == ["OMP_NUM_THREADS"]
 
 
-def test_the_service_and_the_policies_open_the_ports_of_compose() -> None:
-    ports = main_container("server")["ports"]
-    assert [f"{one['containerPort']}:{one['containerPort']}" for one in ports] == compose()["services"]["server"][
-        "ports"
-    ]
-    service = of_kind("server", "Service")["spec"]
-    assert [(one["targetPort"], one["port"]) for one in service["ports"]] == [
-        (one["name"], one["containerPort"]) for one in ports
-    ]
-    assert service["selector"] == workload("server")["spec"]["template"]["metadata"]["labels"]
-    (ingress,) = of_kind("server", "NetworkPolicy")["spec"]["ingress"]
-    assert [one["port"] for one in ingress["ports"]] == [one["containerPort"] for one in ports]
+def test_the_services_and_the_policies_open_the_ports_of_compose() -> None:
+    for role in ("server", "edge"):
+        ports = main_container(role)["ports"]
+        opened = [f"{one['containerPort']}:{one['containerPort']}" for one in ports]
+        assert opened == compose()["services"][role]["ports"]
+        service = of_kind(role, "Service")["spec"]
+        assert [(one["targetPort"], one["port"]) for one in service["ports"]] == [
+            (one["name"], one["containerPort"]) for one in ports
+        ]
+        assert service["selector"] == workload(role)["spec"]["template"]["metadata"]["labels"]
+        (ingress,) = of_kind(role, "NetworkPolicy")["spec"]["ingress"]
+        assert [one["port"] for one in ingress["ports"]] == [one["containerPort"] for one in ports]
     assert of_kind("server", "NetworkPolicy")["spec"]["egress"] == []
+    assert of_kind("edge", "NetworkPolicy")["spec"]["egress"] == of_kind("device", "NetworkPolicy")["spec"]["egress"]
     assert of_kind("device", "NetworkPolicy")["spec"]["ingress"] == []
     assert "ports" not in main_container("device")
     for role in ROLES:
@@ -142,8 +143,10 @@ def test_the_page_makes_what_the_manifests_mount() -> None:
         elif words[1] == "apply":
             assert (DEPLOY.parent / words[-1]).is_file()
         else:
-            assert words[:4] == ["kubectl", "exec", f"{workload('server')['metadata']['name']}-0", "--"]
-            check_command(words[5:])
+            assert words[:2] == ["kubectl", "exec"]
+            assert words[2] in [f"{workload(role)['metadata']['name']}-0" for role in ("server", "edge")]
+            if words[3:5] != ["--", "cat"]:
+                check_command(words[5:])
     wanted = {}
     for role in ROLES:
         containers = (*pod(role)["initContainers"], *pod(role)["containers"])
