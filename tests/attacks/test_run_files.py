@@ -12,11 +12,13 @@ import torch
 
 import polyfed
 from polyfed.cli import main
-from polyfed.core.errors import CheckpointError, DataError, NotAllowed, PolyfedError, RecipeError
+from polyfed.core.errors import CheckpointError, DataError, NotAllowed, PolyfedError, RecipeError, TooFewReplies
 from polyfed.core.system.json_and_toml import MOST_DEPTH, parse_json, parse_toml
 from polyfed.experiment.evaluate import evaluate
 from polyfed.experiment.evaluate import write as write_evaluation
 from polyfed.experiment.running import checkpoint
+from polyfed.recommendation.pilot import Pilot
+from polyfed.recommendation.verdicts import Verdicts
 from polyfed.report import compare, write_comparison, write_report
 from refusals import refuses
 from world import algorithm, recipe
@@ -266,12 +268,40 @@ PLANS |= {name: EXTREMES[name] for name in ("deep", "deeper", "huge", "huger", "
 
 
 @pytest.mark.parametrize("text", PLANS.values(), ids=PLANS)
-def test_a_recommendation_does_not_go_on_from_a_damaged_plan(text: str, tmp_path: Path) -> None:
+def test_a_recommendation_does_not_go_on_from_a_damaged_plan(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(pilot: Pilot) -> Pilot:
+        raise TooFewReplies("stopped")
+
+    monkeypatch.setattr(Pilot, "__enter__", stopped)
     ask = partial(polyfed.recommend, TABLE, tmp_path / "r", methods=["fedavg"], jobs=1)
-    ask(minutes=0)
+    with refuses(TooFewReplies, "stopped"):
+        ask(minutes=1.0)
+    monkeypatch.undo()
     (tmp_path / "r" / "plan.json").write_text(text)
     with refuses(CheckpointError, "plan.json is damaged"):
         ask(minutes=1.0)
+
+
+KEPT = {
+    "another type": (
+        '{"state": "now", "verdicts": {"x": {"refused": 1, "code": 0, "unmeasured": "", "reply_bytes": 1}}}'
+    ),
+    "a part": '{"state": "now", "verdicts": {"x": {"refused": ""}}}',
+    "bytes below zero": (
+        '{"state": "now", "verdicts": {"x": {"refused": "", "code": 0, "unmeasured": "", "reply_bytes": -1}}}'
+    ),
+}
+KEPT |= {name: EXTREMES[name] for name in ("deep", "deeper", "huge", "huger", "list")}
+
+
+@pytest.mark.parametrize("text", KEPT.values(), ids=KEPT)
+def test_damaged_verdicts_are_made_anew(text: str, tmp_path: Path) -> None:
+    (tmp_path / "verdicts.json").write_text(text)
+    found = Verdicts("now")
+    found.read(tmp_path)
+    assert not found.known
 
 
 ROW = {"round": 1, "cohort": [0], "bytes_up": 1, "bytes_down": 1, "seconds": {"train": 1.0}}

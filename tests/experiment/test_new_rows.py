@@ -108,7 +108,25 @@ def test_new_rows_in_any_file_get_the_same_answers(
         assert [float(line[f"probability.{name}"]) for line in lines] == pytest.approx(chances[:, place], abs=1e-6)
     assert {line["used"] for line in lines} == {"lab+img"}
     sets = run.predict_set(new, 0.9).classes
-    assert [line["set"] for line in lines] == ["|".join(map(str, held)) for held in sets]
+    assert [line["set"] for line in lines] == ["|".join(map(str, held)) or "{}" for held in sets]
+
+
+@pytest.mark.filterwarnings("ignore::polyfed.core.errors.PolyfedWarning")
+def test_a_set_without_classes_is_no_missing_prediction(run: Run, new: pd.DataFrame, tmp_path: Path) -> None:
+    new.loc[0, [name for name in new if name != "Patient"]] = np.nan
+    WRITERS["csv"](new, tmp_path / "new.csv")
+    for kind in ("csv", "json"):
+        words = ["--coverage", "0.1", "--partial", "absent", "--out", str(tmp_path / f"out.{kind}")]
+        with pytest.raises(SystemExit) as stop:
+            main(["predict", str(run.folder), str(tmp_path / "new.csv"), *words])
+        assert stop.value.code == 0
+    told = json.loads((tmp_path / "out.json").read_text())
+    lines = list(csv.DictReader((tmp_path / "out.csv").read_text().splitlines()))
+    assert (told[0]["set"], lines[0]["set"], lines[0]["prediction"]) == (None, "", "")
+    empty = [place for place, line in enumerate(told) if line["set"] == []]
+    assert empty, "at so low a coverage, few rows are as sure as the promise needs"
+    assert {lines[place]["set"] for place in empty} == {"{}"}
+    assert all(lines[place]["prediction"] for place in empty)
 
 
 def test_a_frame_in_memory_needs_no_names_of_modalities(run: Run, new: pd.DataFrame) -> None:

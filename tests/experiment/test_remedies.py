@@ -175,6 +175,9 @@ def test_new_rows_without_a_relabelled_word_are_scored(tmp_path: Path) -> None:
     other = evaluate(tmp_path / "run", data=write("also.csv", ["yes ", "No"]))
     assert scored.content["pooled"]["rows"] == 60
     assert scored.content["pooled"] == other.content["pooled"]
+    for new in ("new.csv", "also.csv"):
+        pooled = evaluate(tmp_path / "run", data=tmp_path / new, groups={"label": []}).content["pooled"]
+        assert {name: group["rows"] for name, group in pooled["groups"]["label"].items()} == {"No": 30, "Yes": 30}
 
 
 NOTES = ("AZ reduziert, Angehörige informiert", "Entlassung geplant", "Pat. stabil; weiter wie bisher")

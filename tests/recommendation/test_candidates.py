@@ -6,14 +6,20 @@ from typing import Any
 
 import pytest
 import tomli_w
-from study_world import RECIPE
+import torch
+from study_world import RECIPE, table
 
 from polyfed.algorithms import ALGORITHMS
 from polyfed.cli import main
 from polyfed.core.messages import KINDS
 from polyfed.core.option_checks import PLACEBO, choices, not_searched
+from polyfed.core.system.openmp import using_threads
 from polyfed.data.sources.own.table_files import Table
+from polyfed.experiment.checks.check import check
+from polyfed.experiment.recipes.recipe import parse_recipe
+from polyfed.experiment.study.plan import planned
 from polyfed.recommendation.candidates import REFERENCES, SERVERS, Candidate, Planner, reason_of
+from polyfed.training.single_data import SingleClientData
 
 TABLE: dict[str, Any] = {
     "seed": 1,
@@ -176,3 +182,25 @@ def test_bytes_of_a_reply_are_those_of_the_announced_parameters() -> None:
     parameters = 4 * ((16 * 4 + 4) + (4 * 4 + 4) + (24 * 4 + 4) + (4 * 4 + 4) + (2 * 4 * 3 + 3))
     assert plain.reply_bytes == parameters + 4 + 8  # the loss and the number of rows
     assert scaffold.reply_bytes > 1.9 * parameters  # it sends a control variate too
+
+
+@pytest.mark.parametrize("who", ["sweep", "check", "recommend"])
+def test_dry_runs_compute_with_one_thread_whoever_asks(
+    who: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[int] = set()
+    fold = SingleClientData.fold
+
+    def folded(self: Any, *args: Any, **more: Any) -> Any:
+        seen.add(torch.get_num_threads())
+        return fold(self, *args, **more)
+
+    monkeypatch.setattr(SingleClientData, "fold", folded)
+    with using_threads(3):
+        if who == "sweep":
+            planned(table(tmp_path))
+        elif who == "check":
+            check(parse_recipe({**TABLE, "engine": {"threads": 3}}))
+        else:
+            Planner(TABLE).judge(Candidate("fedavg", "fedavg", {"algorithm": {"name": "fedavg"}}))
+    assert seen == {1}

@@ -135,6 +135,36 @@ def test_a_better_linear_model_is_named_and_is_no_rival() -> None:
     assert found.rivals == ()
 
 
+def test_a_ceiling_below_the_choice_is_explained() -> None:
+    base, low, high = drawn(0, 0.9), drawn(1, 0.85), drawn(2, 0.95)
+    for metric, ceiling, told in ((ACCURACY, low, True), (ACCURACY, high, False), (ERROR, low, False)):
+        arms = [arm("fedavg", base), arm("centralized", ceiling, "ceiling")]
+        text = concluded(arms, metric, {}, {}, order=arms[:1]).paragraph
+        assert ("a reference, which a method can exceed" in text) == told
+        if told:
+            mean, p, *_ = by_scipy(base, ceiling)
+            assert f"Training on all rows at the server is {100 * mean:.1f} worse" in text.replace(" points", "")
+            assert f"(n = 5, p {'< 0.001' if p < 0.001 else f'= {p:.2g}'})" in text
+
+
+def test_a_method_that_one_option_makes_possible_is_named_with_it() -> None:
+    best = arm("fedproto", drawn(0, 0.9), option="mode = mm_fedavg", chosen={"train.lr": 0.1}, near="It is near.")
+    rival = arm("cmsfed", [*list(best.scores.values())[:4], 0.9], option="prototypes = local")
+    text = concluded([best, rival], ACCURACY, {}, {}, order=[best]).paragraph
+    assert text.startswith("Take fedproto with mode = mm_fedavg, train.lr = 0.1: ")
+    assert "cmsfed with prototypes = local (n = 5" in text
+    assert " It is near. " in text
+
+
+def test_the_interval_over_test_rows_is_that_of_the_run() -> None:
+    told = {"low": 0.8791, "high": 0.9561, "rows": 352, "clients": 8}
+    one = arm("fedavg", [0.92, 0.93], interval=told)
+    text = concluded([one], ACCURACY, {}, {}, order=[one]).paragraph
+    assert text.endswith("Over other test rows, the 95 % interval is 87.9 to 95.6 (seed 1, 352 rows of 8 clients).")
+    one.interval = {"rows": 3}
+    assert "Over other" not in concluded([one], ACCURACY, {}, {}, order=[one]).paragraph
+
+
 def test_the_paragraph_says_what_its_intervals_do_not_cover() -> None:
     arms = [arm("fedavg", [0.80, 0.81]), arm("local", [0.5, 0.6], "floor")]
     assert concluded(arms, ACCURACY, {}, {}, order=arms[:1]).paragraph.endswith(

@@ -21,8 +21,10 @@ from study_world import HerePool
 from test_candidates import TABLE, Planner
 
 import polyfed
+from polyfed.algorithms import ALGORITHMS
 from polyfed.cli import main
 from polyfed.core.errors import EgressError, RecipeError, TooFewReplies
+from polyfed.core.option_checks import search_ranges
 from polyfed.core.system.json_and_toml import parse_toml
 from polyfed.experiment.recipes.first_recipe import starter
 from polyfed.experiment.recipes.recipe import parse_recipe
@@ -136,6 +138,8 @@ def test_the_numbers_are_those_of_the_runs(tmp_path: Path) -> None:
     found = asked(tmp_path / "out")
     results = [json.loads(path.read_text()) for path in (tmp_path / "out" / "study" / "runs").glob("*/result.json")]
     assert found.conclusion is not None
+    firsts = [result for result in results if result["seed"] == 1 and "global" in result["metrics"]]
+    assert found.conclusion.choice.interval in [result["intervals"]["global"]["accuracy"] for result in firsts]
     measured = {result["metrics"]["global"]["accuracy"] for result in results if "global" in result["metrics"]}
     for row in found.table():
         assert row["role"] in ("floor", "reference") or set(row["scores"]) <= measured
@@ -290,9 +294,32 @@ def test_a_method_at_the_values_at_which_it_is_fedavg_counts_as_fedavg(
     method: str, chosen: dict[str, Any], same: bool
 ) -> None:
     changes = next(c.changes for c in Planner(TABLE).all() if c.name == method)
-    found = pilot_module._as_fedavg(Arm(method, "candidate", {}, chosen=chosen), dict(changes))
+    found, near = pilot_module._as_fedavg(Arm(method, "candidate", {}, chosen=chosen), dict(changes))
     assert bool(found) == same
     assert ("server.lr = 1, server.momentum = 0" in found) == (same and method == "fedavgm")
+    partly = chosen.get("server.momentum") == 0.9
+    assert near == (
+        "With server.lr = 1, fedavgm differs from FedAvg only in server.momentum = 0.9 (FedAvg: 0)." * partly
+    )
+
+
+DECLARED = {
+    name: [o for o, entry in search_ranges(cls).items() if entry.fedavg is not None and not entry.beside]
+    for name, cls in ALGORITHMS.items()
+}
+"""Method -> its options with a value at which the method is FedAvg."""
+
+
+@pytest.mark.parametrize("method", [name for name, options in DECLARED.items() if len(options) > 1])
+def test_a_chosen_value_of_fedavg_is_named_for_every_method(method: str) -> None:
+    entries = search_ranges(ALGORITHMS[method])
+    first, *others = DECLARED[method]
+    chosen = {f"algorithm.{first}": entries[first].fedavg}
+    chosen |= {f"algorithm.{o}": next(v for v in entries[o].values if v != entries[o].fedavg) for o in others}
+    near = pilot_module._as_fedavg(Arm(method, "candidate", {}, chosen=chosen), {"algorithm": {"name": method}})[1]
+    named, _, rest = near.partition(" differs from FedAvg only in ")
+    assert f"algorithm.{first} = " in named
+    assert all(f"algorithm.{option} = " in rest for option in others)
 
 
 def test_the_question_and_the_guesses_are_said(tmp_path: Path) -> None:
@@ -362,9 +389,10 @@ def test_policies_that_leave_nothing_end_with_3_and_wrong_calls_with_2(
     (tmp_path / "used" / "letter.txt").write_text("mine")
     with refuses(RecipeError, "holds no recommendation"):
         asked(tmp_path / "used")
-    asked(tmp_path / "one", minutes=0)
+    with refuses(TooFewReplies, "minutes"):
+        asked(tmp_path / "one", minutes=1e-6)
     with refuses(RecipeError, "holds a recommendation"):
-        polyfed.recommend({**TABLE, "seed": 2}, tmp_path / "one", minutes=0, methods=FEW)
+        polyfed.recommend({**TABLE, "seed": 2}, tmp_path / "one", minutes=1, methods=FEW)
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(tomli_w.dumps({**TABLE, "egress": closed}))
     for words, code in (
@@ -390,8 +418,102 @@ def test_without_minutes_it_lists_what_no_policy_refuses(tmp_path: Path, capsys:
     line = next(line for line in out.splitlines() if line.strip().startswith("cmsfed"))
     assert "prototypes of a to the server" in line
     assert out.count("cmsfed") == 1, "one line for each method"
-    assert not (tmp_path / "out" / "recommended.toml").exists()
-    assert not (tmp_path / "out" / "study").exists(), "nothing was trained"
+    assert not (tmp_path / "out").exists(), "nothing was trained, and nothing takes the folder"
+
+
+def test_what_can_do_nothing_writes_nothing(tmp_path: Path) -> None:
+    closed = {block: {"server": [], "silo": []} for block in ("a", "b", "shared")}
+    with refuses(EgressError, "method can run"):
+        polyfed.recommend({**TABLE, "egress": closed}, tmp_path / "closed", methods=FEW)
+    assert not (tmp_path / "closed").exists()
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "letter.txt").write_text("mine")
+    assert asked(tmp_path / "used", minutes=0).facts()["page"] is None
+    assert [path.name for path in (tmp_path / "used").iterdir()] == ["letter.txt"]
+
+
+def test_verdicts_are_made_once_for_each_state_of_data_policy_and_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    judge = Planner._verdict
+    monkeypatch.setattr(Planner, "_verdict", lambda self, table: made.append("") or judge(self, table))
+
+    def late(pilot: Pilot) -> None:
+        raise pilot_module.TimeUp
+
+    monkeypatch.setattr(Pilot, "_search", late)
+    policy, out = tmp_path / "policy.toml", tmp_path / "out"
+    policy.write_text('[egress."*"]\nserver = ["parameters", "statistic"]\n')
+
+    def counted(**changes: Any) -> tuple[int, list[str]]:
+        made.clear()
+        found = asked(out, policy=policy, **changes)
+        return len(made), [c.verdict for c in found.candidates]
+
+    every, verdicts = counted()
+    assert counted() == (0, verdicts)
+    assert counted(minutes=0) == (0, verdicts)
+    first = len(verdicts)
+    assert 5 < first < every, "the pilot asks too: about placebos and choices"
+    kept = (out / "verdicts.json").read_text()
+    (out / "verdicts.json").write_text('{"state": 1')
+    assert counted(minutes=0) == (first, verdicts), "a damaged file has none"
+    (out / "verdicts.json").write_text(kept)
+    policy.write_text(policy.read_text() + "[limits]\nmin_batch_size = 64\n")
+    with refuses(EgressError, "method can run"):
+        counted(minutes=0)
+    policy.write_text(policy.read_text().partition("[limits]")[0])
+    assert counted(minutes=0) == (0, verdicts)
+    monkeypatch.setattr("polyfed.recommendation.candidates.code_digest", lambda: "another version")
+    assert counted(minutes=0) == (first, verdicts)
+    policy.write_text(policy.read_text() + "[[device]]\n")
+    planner = Planner(TABLE)
+    planner.policy = policy
+    planner.remember(out)
+    assert not planner.verdicts.state, "a device has data and a budget, which change"
+    states = []
+    for rows in (200, 201):
+        planner = Planner({**TABLE, "data": {**TABLE["data"], "rows": rows}})
+        planner.remember(out)
+        states.append(planner.verdicts.state)
+    assert len({*states, ""}) == 3, "other data begin anew"
+
+
+def test_a_method_goes_on_with_the_option_that_the_policy_allows() -> None:
+    planner = Planner(TABLE)
+    judged = [planner.judge(c) for c in planner.all() if c.method in ("cmsfed", "fedprox")]
+    arms = sys.modules[Recommendation.__module__]._arms(planner, judged)
+    assert arms["cmsfed"].title == "cmsfed with prototypes = local"
+    assert arms["fedprox"].title == "fedprox"
+
+
+@pytest.mark.parametrize(("rounds", "last"), [(2, 1), (4, 1), (6, 2), (10, 3), (27, 3), (100, 3)])
+def test_a_trial_is_scored_by_its_last_evaluations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds: int, last: int
+) -> None:
+    """At most a third of a run, so that the first rounds of a short one do not count in its score."""
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(Pilot, "_study", lambda self, name, *args, **more: given.append(more["search"]))
+    journal = Journal(tmp_path / "plan.json", 30, clock=lambda: 0.0, started=0.0)
+    pilot = Pilot(tmp_path, {"rounds": rounds}, ("global.accuracy",), journal, jobs=1)
+    pilot.arms = {"fedavg": Arm("fedavg", "candidate", {}, seconds=1.0)}
+    pilot._search()
+    assert [search["score_over"] for search in given] == [last]
+    evaluations = -(-rounds // given[0]["least_rounds"])
+    assert last <= max(1, evaluations / 3)
+
+
+def test_the_mean_of_evaluations_costs_no_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+    for averaged in (1, 3):
+        monkeypatch.setattr(pilot_module, "AVERAGED", averaged)
+        monkeypatch.setattr(pilot_module, "STEPS", (1,))
+        polyfed.recommend({**TABLE, "rounds": 9}, tmp_path / str(averaged), methods=["fedavg"], jobs=1)
+        runs = (tmp_path / str(averaged) / "study" / "runs").iterdir()
+        rows = {path.name: (path / "rounds.jsonl").read_text().splitlines() for path in runs}
+        counts.append(sum("metrics" in json.loads(line) for lines in rows.values() for line in lines))
+    assert counts[0] == counts[1] > 9
 
 
 def test_budgets_of_bytes_and_privacy_leave_methods_out(tmp_path: Path) -> None:

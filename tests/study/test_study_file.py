@@ -311,7 +311,7 @@ def test_a_metric_that_a_method_will_not_have_is_refused_before_any_run(tmp_path
         text = refused(table(tmp_path, metric=f"global.{metric}", methods={"fedavg": {}}))
         assert f"metric = 'global.{metric}': its runs do not measure it" in text
     own = {"fedavg": {}, "pfmml": {}}
-    assert "'pfmml' in scenario 'recipe': metric = 'global.accuracy': its runs measure nothing" in refused(
+    assert "'pfmml' in scenario 'recipe': metric = 'global.accuracy': its runs have no score" in refused(
         table(tmp_path, methods=own)
     )
     text = refused(table(tmp_path, methods=own, set={"clients.personal_test": 0.2}))

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from polyfed.experiment.recipes.recipe import Recipe
 
 
+NO_CLASS = "{}"
+"""How a set without classes is written in CSV, where an empty cell is a row that has no prediction."""
+
 OnlyIds = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="With edge.toml: predict only the ids in this file.", show_default=False),
@@ -167,7 +170,10 @@ def predict(
         frame.insert(0, "row", range(len(frame)))
     lines = frame.astype(object).where(frame.notna(), None).to_dict("records")
     if "set" in frame.columns:
-        frame["set"] = ["" if held is None else "|".join(map(str, held)) for held in frame["set"]]
+        told = frame[
+            "set"
+        ]  # no class is plausible enough for a set without classes; a row without a prediction has none
+        frame["set"] = ["" if held is None else "|".join(map(str, held)) or NO_CLASS for held in told]
     if out is None and not as_json:
         typer.echo(escaped_lines(frame.to_csv(index=False)), nl=False)
         return

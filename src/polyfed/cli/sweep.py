@@ -141,13 +141,11 @@ def _shown(found: "Recommendation") -> list["RenderableType"]:
     if found.conclusion is None:
         table = plain_table("method", "verdict", "bytes of a reply", "", left=1)
         for name, entries in found.by_method().items():
-            known = [entry for entry in entries if entry.planned]
-            verdict = (
-                "accepted" if entries[0].planned else f"with {known[0].name.partition(' ')[2]}" if known else "refused"
-            )
-            size = number_of(known[0].reply_bytes, "bytes") if known else MISSING
+            first = next((entry for entry in entries if entry.verdict == "accepted"), entries[0])
+            verdict = f"with {first.name.partition(' ')[2]}" if first.option else first.verdict
+            size = number_of(first.reply_bytes, "bytes") if first.planned else MISSING
             table.add_row(Text(name), Text(verdict), size, Text(options_text(entries)))
-        return [titled("What no policy refuses", table), Text(f"page: {found.folder / PAGE}")]
+        return [titled("What no policy refuses", table), Text("--json tells the reason of each option")]
     metric, rivals = found.conclusion.metric, {rival.name: rival for rival in found.conclusion.rivals}
     table = plain_table("method", "role", metric.title, "seeds", "p", "bytes a round", left=2)
     for row in found.table():
@@ -160,7 +158,8 @@ def _shown(found: "Recommendation") -> list["RenderableType"]:
             if row["role"] in ("candidate", "floor", "ceiling", "reference")
             else f"placebo of {row['role']}"
         )
-        table.add_row(row["method"], role, score, str(len(row["seeds"])), p, number_of(row["round_bytes"], "bytes"))
+        name = f"{row['method']} with {row['option']}" if row["option"] else row["method"]
+        table.add_row(name, role, score, str(len(row["seeds"])), p, number_of(row["round_bytes"], "bytes"))
     recipe = found.folder / RECIPE
     go_on = f"page: {found.folder / PAGE}; the recipe: {command('run', recipe)}"
     return [titled("Methods that were tried", table), Text(found.paragraph), Text(go_on)]

@@ -89,7 +89,7 @@ def _columns(source: Any, wanted: Collection[str]) -> dict[str, Any]:
         problems = Problems()
         frame = read(Path(source.path).expanduser(), problems, lambda _: dict.fromkeys(wanted, False), source.dialect)
         problems.raise_all()
-        frame = source.relabelled(frame, wanted)
+        frame = source.for_other_rows().relabelled(frame, wanted)  # another file may lack a word of `relabel`
         return {name: frame[name].to_numpy().astype(str) if name in wanted else None for name in frame.columns}
     needs = "[algorithm] groups needs the columns of a table, of an .npz file or of a folder of .npy files"
     path = source if isinstance(source, str | Path) else getattr(source, "path", None)

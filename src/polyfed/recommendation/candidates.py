@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,20 +22,22 @@ from polyfed.core.errors import EgressError, PolyfedError, RecipeError
 from polyfed.core.messages import LABELS
 from polyfed.core.option_checks import IN_RECIPE, PLACEBO, choices, not_searched, simple_types
 from polyfed.core.system.json_and_toml import parse_toml
-from polyfed.core.system.openmp import using_threads
 from polyfed.core.tree import SHARED
 from polyfed.data import Columns
 from polyfed.data.columns import TEST, TRAIN, VALIDATION
 from polyfed.data.partitions.persons import told_of_persons
 from polyfed.data.stacking import stacked
+from polyfed.deploy.device.configuration import used_on
 from polyfed.deploy.device.recipe_check import inspect
 from polyfed.experiment.checks.check import Check, check, fixes_of, refuse_forbidden
 from polyfed.experiment.recipes.recipe import Recipe, parse_recipe
 from polyfed.experiment.recipes.sections import PARTS
 from polyfed.experiment.recipes.task_choice import headline_of, with_task
+from polyfed.experiment.results.round_facts import code_digest, versions
 from polyfed.experiment.running.assembly import assemble, population_of
 from polyfed.experiment.study.run_checks import measured_by, metric_fault
 from polyfed.privacy.egress.policy import EVERY
+from polyfed.recommendation.verdicts import Verdict, Verdicts, digest
 
 REFERENCES = {"local": "floor", "centralized": "ceiling"}
 """Methods that a federation is compared with, and what they are: neither is a federated method to choose."""
@@ -82,6 +85,11 @@ class Candidate:
         """Whether no policy refuses the candidate, so that it can be tried."""
         return not self.refused
 
+    @property
+    def verdict(self) -> str:
+        """One or two words: `accepted`, `refused`, or `not compared` for an accepted recipe without the score."""
+        return "refused" if self.refused else "not compared" if self.unmeasured else "accepted"
+
 
 @dataclass
 class Planner:
@@ -93,6 +101,8 @@ class Planner:
         metrics: the metrics by which methods are compared. The first one that a run has counts.
         reports: options of [evaluate] that only the recommended recipe has, as far as its method allows them.
         own: the method of the recipe.
+        loaded: the data, if another planner of the same data has read them.
+        verdicts: the verdicts so far.
     """
 
     table: dict[str, Any]
@@ -100,6 +110,8 @@ class Planner:
     metrics: tuple[str, ...] = ()
     reports: Mapping[str, Any] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
+    loaded: Columns | None = None
+    verdicts: Verdicts = field(default_factory=Verdicts)
 
     def __post_init__(self) -> None:
         """Take the method out of the recipe, put the policy of the devices in, and choose the metrics.
@@ -124,6 +136,8 @@ class Planner:
     @cached_property
     def columns(self) -> Columns:
         """The data."""
+        if self.loaded is not None:
+            return self.loaded
         recipe = self._plain()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -237,23 +251,42 @@ class Planner:
         of_clients = self.table["privacy"].get("unit") == "client" and "aggregation" in choices(cls)
         return {**cls.private_options, **({"aggregation": "uniform"} if of_clients else {})}  # equal weights bound each
 
+    def remember(self, folder: Path) -> None:
+        """Use the verdicts that an earlier call left in a folder, as far as they still hold."""
+        used = used_on(self._plain())
+        policy = "" if self.policy is None else self.policy.read_text(encoding="utf-8-sig")
+        # code and models of the user may change, the devices of a device's file have data and a budget, and the terms
+        # of a policy end on a day
+        if not (used.imports or used.models or "device" in parse_toml(policy)):
+            today = str(datetime.now(UTC).date()) if policy else ""
+            self.verdicts.state = digest(self.columns.fingerprint(), policy, today, versions(), code_digest())
+            self.verdicts.read(folder)
+
     def judge(self, candidate: Candidate) -> Candidate:
-        """Return a candidate with the verdict of `polyfed check`."""
-        with warnings.catch_warnings(), using_threads(1):  # tiny steps: several threads would wait for each other
+        """Return a candidate with the verdict of `polyfed check`, which is made once for each recipe."""
+        table, known = self.recipe_table(candidate.changes), self.verdicts.known
+        key = digest(table, self.metrics, self.policy is not None)
+        if key not in known:
+            known[key] = self._verdict(table)
+        return replace(candidate, **known[key])
+
+    def _verdict(self, table: Mapping[str, Any]) -> Verdict:
+        verdict: Verdict = {"refused": "", "code": 0, "unmeasured": "", "reply_bytes": 0}
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                recipe = parse_recipe(self.recipe_table(candidate.changes))
+                recipe = parse_recipe(table)
                 population = population_of(recipe, self.columns)
                 refuse_forbidden(assemble(recipe, population=population))  # most refusals need no dry run
                 self._refuse_on_device(recipe)
                 checked = check(recipe, population)
             except PolyfedError as error:
-                return replace(candidate, refused=str(error), code=error.exit_code)
+                return {**verdict, "refused": str(error), "code": error.exit_code}
             if checked.exit_code:
-                return replace(candidate, refused="; ".join(checked.remarks), code=checked.exit_code)
+                return {**verdict, "refused": "; ".join(checked.remarks), "code": checked.exit_code}
             known = measured_by(recipe, population)
         fault = "" if known is None else metric_fault(self.metrics, *known)
-        return replace(candidate, unmeasured=fault, reply_bytes=_reply_bytes(checked))
+        return {**verdict, "unmeasured": fault, "reply_bytes": _reply_bytes(checked)}
 
     def _refuse_on_device(self, recipe: Recipe) -> None:
         """Refuse what a device with the policy would refuse.

@@ -8,7 +8,7 @@ from polyfed.core.errors import counted
 from polyfed.evaluation.client_statistics import mean_and_spread
 from polyfed.recommendation.pilot import REFERENCE, Arm, keys_text
 from polyfed.report.comparison.paired_tests import LEVEL, Paired, holm, paired, seeds_to_show
-from polyfed.report.scores import Metric
+from polyfed.report.scores import Metric, interval_of
 
 WANTED = 0.02
 """The difference for which the paragraph says how many more seeds would show it: two points, or 2 % of an error."""
@@ -27,6 +27,7 @@ class Rival:
         test: the differences chosen minus rival, on the seeds that both have.
         p_holm: p after Holm's correction over all rivals of the chosen method, its placebo included.
         more_seeds: how many more seeds would show a difference of `WANTED`, with a power of 80 %. None if unknown.
+        title: the name in a sentence; see `Arm.title`.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Rival:
     test: Paired
     p_holm: float | None
     more_seeds: int | None
+    title: str
 
     @property
     def alike(self) -> bool:
@@ -106,22 +108,24 @@ class Conclusion:
     def sentences(self) -> Iterator[str]:
         """Yield the sentences of the paragraph."""
         yield self._choice()
-        yield from self._beaten()
+        yield from self._bounds()
         yield from self._tie()
         if (base := self._rival("fedavg")) is not None:
             yield f"It is {self._apart(base)} FedAvg ({self._proof(base)})."
+        if self.choice.near:
+            yield self.choice.near
         yield from self._alike()
         yield from self._placebo()
         yield from self._modalities()
         yield from (f"{text[0].upper()}{text[1:]}." for text in self.choice.edges)
         yield from self._left_out()
-        if len(self.choice.scores) > 1:
-            yield "Intervals and p-values are about other seeds, not other test rows: the same ones chose the method."
+        yield from self._other_rows()
         if self.out_of_time:
             yield f"{self.minutes:.3g} minutes were too few for all runs; the same command with more --minutes goes on."
 
     def _choice(self) -> str:
-        words = f" with {keys_text(self.choice.chosen)}" if self.choice.chosen else ""
+        given = [text for text in (self.choice.option, keys_text(self.choice.chosen)) if text]
+        words = f" with {', '.join(given)}" if given else ""
         if not self.choice.scores:
             score = self.choice.validation
             known = "" if score is None else f"; on validation rows it had {self._number(score)}"
@@ -141,12 +145,25 @@ class Conclusion:
             ends.append(f"{self._number(self.linear.mean)} by a linear model on all rows in one place")
         return f"{text}, against {_listed(ends)}." if ends else f"{text}."
 
-    def _beaten(self) -> Iterator[str]:
-        """Yield whether the linear model is better, which says that the model or its training can be improved."""
-        if self.linear is None or not self.choice.scores:
+    def _bounds(self) -> Iterator[str]:
+        """Yield whether centralized training is worse, and whether the linear model is better.
+
+        The latter says that the model or its training can be improved.
+        """
+        if not self.choice.scores:
+            return
+        sign = -1 if self.metric.lowest else 1
+        if self.ceiling is not None and self.ceiling.scores:
+            found = paired(differences(self.choice.scores, self.ceiling.scores))
+            if sign * found.mean > 0:
+                yield (
+                    f"Training on all rows at the server is {self._size(abs(found.mean))} worse (n = {found.n}, p "
+                    f"{_p(found.p)}), with settings from as many trials: it is a reference, which a method can exceed."
+                )
+        if self.linear is None:
             return
         gap = self.linear.mean - self.choice.mean
-        if gap < 0 if self.metric.lowest else gap > 0:
+        if sign * gap > 0:
             yield (
                 f"The linear model is {self._size(abs(gap))} better, so another model, more rounds or another "
                 "learning rate may help more than another method."
@@ -159,7 +176,7 @@ class Conclusion:
             lead = "has the same mean" if not rival.test.mean else f"is {self._size(abs(rival.test.mean))} better"
             cheaper = "simpler" if self.choice.name == "fedavg" else "cheaper"
             yield (
-                f"No difference to {rival.name} is found, which {lead} ({self._proof(rival)}), and {self.choice.name} "
+                f"No difference to {rival.title} is found, which {lead} ({self._proof(rival)}), and {self.choice.name} "
                 f"is {cheaper}."
             )
 
@@ -171,22 +188,32 @@ class Conclusion:
             if any(rival.role == "candidate" and rival.name not in told for rival in self.rivals):
                 yield "Every other method that was tried differs significantly from it."
             return
-        equal = [r.name for r in alike if not r.test.mean and r.test.p is None and r.test.n > 1]
-        rest = [r for r in alike if r.name not in equal]
+        equal = [r.title for r in alike if not r.test.mean and r.test.p is None and r.test.n > 1]
+        rest = [r for r in alike if r.title not in equal]
         if equal:
             yield f"{_listed(equal)} had exactly the same scores."
         if not rest:
             return
-        named = [f"{r.name} ({_facts(r)})" for r in rest]
+        named = [f"{r.title} ({_facts(r)})" for r in rest]
         yield f"{_listed(named)} {'is' if len(named) == 1 else 'are'} not distinguishable from it."
         nearest = rest[0]
         if nearest.more_seeds is not None:
             size = "two points" if self.metric.share else f"{100 * WANTED:g} % of its value"
             yield (
-                f"These seeds would show a difference of {size} to {nearest.name}."
+                f"These seeds would show a difference of {size} to {nearest.title}."
                 if nearest.more_seeds <= 0
-                else f"{_more(nearest.more_seeds)} would show a difference of {size} to {nearest.name}."
+                else f"{_more(nearest.more_seeds)} would show a difference of {size} to {nearest.title}."
             )
+
+    def _other_rows(self) -> Iterator[str]:
+        """Yield what the intervals are about, and the interval over the test rows, as a run reports it."""
+        if len(self.choice.scores) > 1:
+            yield "Intervals and p-values are about other seeds, not other test rows: the same ones chose the method."
+        told = self.choice.interval
+        if told is not None and told.get("low") is not None:
+            ends, _, rows = interval_of(told, "share" if self.metric.share else "number").partition(", ")
+            whose = f"seed {min(self.choice.scores)}, {rows}"
+            yield f"Over other test rows, the 95 % interval is {ends.replace(' %', '')} ({whose})."
 
     def _placebo(self) -> Iterator[str]:
         for rival in self.rivals:
@@ -258,6 +285,8 @@ class Conclusion:
         """Return the conclusion in a form that JSON can hold."""
         return {
             "choice": self.choice.name,
+            "option": self.choice.option or None,
+            "interval": self.choice.interval,
             "settings": dict(self.choice.chosen),
             "metric": self.metric.name,
             "rivals": [
@@ -299,7 +328,8 @@ def concluded(
     result = []
     for (arm, gaps), test, p in zip(pairs, tests, corrected, strict=True):
         needed = seeds_to_show(gaps, wanted) if wanted else None
-        result.append(Rival(arm.name, arm.role, test, p, None if needed is None else needed - len(gaps)))
+        more = None if needed is None else needed - len(gaps)
+        result.append(Rival(arm.name, arm.role, test, p, more, arm.title))
     result.sort(key=lambda rival: (-rival.test.n, abs(rival.test.mean), rival.name))
     roles = {arm.role: arm for arm in arms}
     return Conclusion(

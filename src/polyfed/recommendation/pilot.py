@@ -30,7 +30,7 @@ from polyfed.core.system.json_and_toml import json_ready
 from polyfed.experiment.running.events import Listener
 from polyfed.experiment.study import scheduler
 from polyfed.experiment.study.board import Board, Entry
-from polyfed.experiment.study.default_ranges import is_fedavg
+from polyfed.experiment.study.default_ranges import beside_fedavg, is_fedavg
 from polyfed.experiment.study.plan import value_text
 from polyfed.experiment.study.pool import Pool
 from polyfed.experiment.study.ranges import put
@@ -71,6 +71,10 @@ REFERENCE = "reference"
 REDUCTION = 3
 PROBED = 2
 
+AVERAGED = 3
+"""How many of its last evaluations the score of a trial is the mean of, if a third of the run has so many: training of
+few rounds swings, and a search that stops trials evaluates at these rounds anyway (docs/sweep.md)."""
+
 
 class TimeUp(Exception):
     """The time of the recommendation is over."""
@@ -101,6 +105,9 @@ class Arm:
         validation: the validation score of the chosen setting.
         named: whether the caller asked for this method.
         same: why the method is FedAvg with the values that its search chose; empty if it is not.
+        near: a sentence about chosen values at which an option is as in FedAvg; empty if there are none.
+        option: the option that makes it possible, as in `mode = original`, if it is refused without; else empty.
+        interval: what result.json says about the score over the test rows, of the first reported seed.
     """
 
     name: str
@@ -119,6 +126,14 @@ class Arm:
     validation: float | None = None
     named: bool = False
     same: str = ""
+    near: str = ""
+    option: str = ""
+    interval: Mapping[str, Any] | None = None
+
+    @property
+    def title(self) -> str:
+        """The name in a sentence, with the option that makes it possible."""
+        return f"{self.name} with {self.option}" if self.option else self.name
 
     @property
     def bytes_to_compare(self) -> float:
@@ -483,6 +498,7 @@ class Pilot:
             "prune": "halving",
             "reduction": REDUCTION,
             "least_rounds": self._least,
+            "score_over": min(AVERAGED, max(1, self.rounds // self._least // REDUCTION)),
         }
         for rank in sorted({arm.rank for arm in self.going}):  # the references last, so that they starve no method
             try:
@@ -549,10 +565,13 @@ class Pilot:
             arm.scores |= {entry.seed: score for entry in entries if (score := entry.score(self.metrics)) is not None}
             if number in board.searches:
                 arm.chosen, arm.edges = dict(entries[0].chosen), board.edges(number)
-                arm.same = "" if arm.name == "fedavg" else _as_fedavg(arm, {**self.base, **arm.changes})
+                arm.same, arm.near = _as_fedavg(arm, {**self.base, **arm.changes})
             if failed := [entry.why for entry in entries if entry.state == "failed"]:
                 arm.dropped, arm.failed = " ".join(failed[0].split()).partition(": ")[0], True
             self.metric = self.metric or board.metric(number, entries)
+            if self.metric is not None and entries:
+                group, _, name = self.metric.name.partition(".")
+                arm.interval = entries[0].result.get("intervals", {}).get(group, {}).get(name)
             assert cell.scenario
         for number, search in board.searches.items():
             arm = self.arms[board.cells[number].method]
@@ -641,15 +660,24 @@ def _names(arms: Iterable[Arm]) -> str:
     return ", ".join(arm.name for arm in arms)
 
 
-def _as_fedavg(arm: Arm, table: dict[str, Any]) -> str:
-    """Return why a method is FedAvg with its chosen values, or "" if it is not."""
+def _as_fedavg(arm: Arm, table: dict[str, Any]) -> tuple[str, str]:
+    """Return why a method is FedAvg with its chosen values, and in which of them it is like FedAvg if it is not.
+
+    Both are empty if neither is so.
+    """
     table = deepcopy(table)
     for key, value in arm.chosen.items():
         put(table, key, value)
-    if not is_fedavg(table):
-        return ""
-    own = {key: value for key, value in arm.chosen.items() if not key.startswith("train.")}
-    return f"it is FedAvg with the values that its search chose ({keys_text(own)})" if own else "it is FedAvg"
+    if arm.name == "fedavg" or (found := beside_fedavg(table)) is None:
+        return "", ""
+    if is_fedavg(table):
+        own = {key: value for key, value in arm.chosen.items() if not key.startswith("train.")}
+        return f"it is FedAvg with the values that its search chose ({keys_text(own)})" if own else "it is FedAvg", ""
+    equal = {key: value for key, value in found[0].items() if key in arm.chosen}
+    if not equal:
+        return "", ""
+    rest = [f"{key} = {value_text(own)} (FedAvg: {value_text(value)})" for key, (own, value) in found[1].items()]
+    return "", f"With {keys_text(equal)}, {arm.name} differs from FedAvg only in {', '.join(rest)}."
 
 
 def keys_text(values: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -71,7 +71,7 @@ class Recommendation:
         return {
             **result,
             "recipe": None if self.conclusion is None else str(self.folder / RECIPE),
-            "page": str(self.folder / PAGE),
+            "page": None if self.conclusion is None else str(self.folder / PAGE),
             "methods": self.table(),
             "candidates": [
                 {key: value for key, value in asdict(c).items() if key != "changes"} | {"planned": c.planned}
@@ -95,6 +95,7 @@ class Recommendation:
             rows.append(
                 {
                     "method": arm.name,
+                    "option": arm.option or None,
                     "role": arm.role,
                     "mean": mean,
                     "spread": spread,
@@ -136,7 +137,7 @@ def recommend(
     Args:
         given: a data file as in `polyfed init`, or a recipe (its file or table), whose method is one candidate.
         out: the folder.
-        minutes: the time; 0 only lists the candidates.
+        minutes: the time; 0 only lists the candidates and writes nothing.
         policy: a device's policy file, by default the recipe's [egress].
         metric: the metric by which methods are compared, such as `global.uar`; see `default_metrics`.
         methods: the only methods to consider. By default all.
@@ -158,33 +159,43 @@ def recommend(
     planner = Planner(table, None if policy is None else Path(policy), () if metric is None else (metric,), reports)
     planner.tell(say, persons=isinstance(given, Mapping) or Path(given).suffix == ".toml")
     wanted, folder = _wanted(methods), Path(out)
-    _claim(folder, json_ready({"recipe": planner.table, "metrics": planner.metrics, "methods": sorted(wanted)}))
+    asked = json_ready({"recipe": planner.table, "metrics": planner.metrics, "methods": sorted(wanted)})
+    question = json.dumps(asked, indent=1, sort_keys=True, default=str)
+    if minutes:
+        _is_claimed(folder, question)  # before half a minute of verdicts
+    planner.remember(folder)
+    candidates = _judged(planner, wanted, say)
+    if not minutes:  # a list alone writes nothing, so it is no question that takes the folder
+        return Recommendation(candidates, None, (), folder)
+    _claim(folder, question)
     with alone_in(folder, "another recommendation is writing here", "Wait for it, or choose another folder"):
         journal = Journal(folder / "plan.json", minutes, started=started)
-        candidates = tuple(_judged(planner, [entry for entry in planner.all() if entry.method in wanted], say))
-        if not any(c.planned for c in candidates if c.method not in REFERENCES):
-            raise EgressError(_all_refused(candidates))
-        result = Recommendation(candidates, None, (), folder)
-        if minutes:
-            pilot = Pilot(folder, planner.table, planner.metrics, journal, jobs or machine.cores(), listeners, say=say)
-            pilot.named, pilot.limits = frozenset(methods), {"bytes": max_bytes, "seconds": max_seconds}
-            result = _carried_out(pilot, planner, candidates)
-        _write(result, planner)
-        journal.write()
-    return result
+        pilot = Pilot(folder, planner.table, planner.metrics, journal, jobs or machine.cores(), listeners, say=say)
+        pilot.named, pilot.limits = frozenset(methods), {"bytes": max_bytes, "seconds": max_seconds}
+        return _carried_out(pilot, planner, candidates)
 
 
-def _judged(planner: Planner, entries: Sequence[Candidate], say: Callable[[str], None]) -> Iterator[Candidate]:
-    """Yield the candidates with their verdicts, and say from time to time how many there are."""
-    told = time.monotonic()
+def _judged(planner: Planner, wanted: set[str], say: Callable[[str], None]) -> tuple[Candidate, ...]:
+    """Return the candidates of these methods with their verdicts, and say from time to time how many there are.
+
+    Raises:
+        EgressError: the policies leave no method.
+    """
+    entries = [entry for entry in planner.all() if entry.method in wanted]
+    result, told = list[Candidate](), time.monotonic()
     for number, entry in enumerate(entries):
         if time.monotonic() - told > SILENCE:
             told = time.monotonic()
             say(f"policies: {number} of {len(entries)} methods and options checked")
-        yield planner.judge(entry)
+        result.append(planner.judge(entry))
+    if not any(c.planned for c in result if c.method not in REFERENCES):
+        raise EgressError(_all_refused(result))
+    return tuple(result)
 
 
 def _carried_out(pilot: Pilot, planner: Planner, candidates: tuple[Candidate, ...]) -> Recommendation:
+    """Carry out the pilot, and write the files of the folder."""
+    planner.verdicts.write(pilot.folder)
     pilot.arms = _arms(planner, candidates)
     for arm in pilot.arms.values():
         arm.named = arm.name in pilot.named
@@ -198,7 +209,11 @@ def _carried_out(pilot: Pilot, planner: Planner, candidates: tuple[Candidate, ..
         arms.append(Arm("linear", REFERENCE, {}, scores=scores))
     conclusion = concluded(arms, metric, subsets, lost, order=order, skipped=skipped)
     timed = replace(conclusion, out_of_time=pilot.out_of_time, minutes=pilot.journal.minutes)
-    return Recommendation(candidates, timed, tuple(arms), pilot.folder)
+    result = Recommendation(candidates, timed, tuple(arms), pilot.folder)
+    _write(result, planner)
+    planner.verdicts.write(pilot.folder)
+    pilot.journal.write()
+    return result
 
 
 def _chosen(pilot: Pilot, planner: Planner) -> tuple[list[Arm], dict[str, dict[int, float]], str]:
@@ -288,28 +303,41 @@ def _wanted(methods: Sequence[str]) -> set[str]:
     return {*methods, "fedavg", *REFERENCES} if methods else known
 
 
-def _claim(folder: Path, asked: Mapping[str, Any]) -> None:
+def _claim(folder: Path, question: str) -> None:
     """Take a folder that is empty or holds the same question.
 
     Raises:
         RecipeError: the folder cannot be written, or holds other files or another question.
     """
-    path = folder / ASKED
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        others = [entry.name for entry in folder.iterdir() if not entry.name.startswith(".")]
     except OSError as error:
         raise RecipeError(f"--out {folder}: {error.strerror or error}. Choose a folder that can be written") from None
-    text = json.dumps(asked, indent=1, sort_keys=True, default=str)
-    if path.is_file():
-        if path.read_text(encoding="utf-8") != text:
-            raise RecipeError(
-                f"--out {folder} holds a recommendation for other data, policies or methods. Choose another folder"
-            )
-        return
+    if not _is_claimed(folder, question):
+        replace_text(folder / ASKED, question)
+
+
+def _is_claimed(folder: Path, question: str) -> bool:
+    """Return whether a folder holds this question, and not nothing.
+
+    Raises:
+        RecipeError: it cannot be read, or holds other files or another question.
+    """
+    try:
+        others = [entry.name for entry in folder.iterdir() if not entry.name.startswith(".")]
+        if ASKED in others and (folder / ASKED).read_text(encoding="utf-8") == question:
+            return True
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise RecipeError(f"--out {folder}: {error.strerror or error}. Choose a folder that can be written") from None
+    if ASKED in others:
+        raise RecipeError(
+            f"--out {folder} holds a recommendation for other data, policies or methods. Choose another folder"
+        )
     if others:
         raise RecipeError(f"--out {folder} is not empty and holds no recommendation ({others[0]}, ...)")
-    replace_text(path, text)
+    return False
 
 
 def _all_refused(candidates: Sequence[Candidate]) -> str:
@@ -328,7 +356,9 @@ def _arms(planner: Planner, candidates: Sequence[Candidate]) -> dict[str, Arm]:
         if candidate.method in REFERENCES or not candidate.planned or candidate.unmeasured:
             continue
         if candidate.method not in result:
-            result[candidate.method] = Arm(candidate.method, "candidate", _searchable(candidate.changes))
+            arm = result[candidate.method] = Arm(candidate.method, "candidate", _searchable(candidate.changes))
+            option = candidate.name.partition(" ")[2] if candidate.option else ""
+            arm.option = " = ".join(option.partition("=")[::2]) if option else ""
     for name, role in REFERENCES.items():
         changes = reference_changes(name, planner.columns.modalities, planner.metrics)
         own = _without_policy(planner) if name == "centralized" else planner
@@ -343,7 +373,8 @@ def _arms(planner: Planner, candidates: Sequence[Candidate]) -> dict[str, Arm]:
 def _without_policy(planner: Planner) -> Planner:
     """Return the planner of the ceiling, which no policy of a device binds."""
     table = {key: value for key, value in planner.table.items() if key not in ("privacy", "secure_aggregation")}
-    return Planner({**table, "algorithm": planner.own or {"name": "fedavg"}}, None, planner.metrics)
+    table["algorithm"] = planner.own or {"name": "fedavg"}
+    return Planner(table, None, planner.metrics, loaded=planner.columns, verdicts=planner.verdicts)
 
 
 def _searchable(changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -402,25 +433,22 @@ def _not_tried(pilot: Pilot, candidates: Sequence[Candidate]) -> dict[str, str]:
 
 def _write(found: Recommendation, planner: Planner) -> None:
     """Write the recipe, the page and the JSON."""
-    text = ""
-    if found.conclusion is not None:
-        choice = found.conclusion.choice
-        table = planner.recipe_table(choice.changes)
-        for key, value in choice.chosen.items():
-            put(table, key, value)
-        table = planner.with_reports(table)
-        parse_recipe(table)
-        head = "".join(f"# {sentence}\n" for sentence in found.conclusion.sentences())
-        text = f"# Written by `polyfed recommend`.\n{head}{tomli_w.dumps(json_ready(table))}"
-        replace_text(found.folder / RECIPE, text)
+    assert found.conclusion is not None
+    choice, metric = found.conclusion.choice, found.conclusion.metric
+    table = planner.recipe_table(choice.changes)
+    for key, value in choice.chosen.items():
+        put(table, key, value)
+    table = planner.with_reports(table)
+    parse_recipe(table)
+    head = "".join(f"# {sentence}\n" for sentence in found.conclusion.sentences())
+    text = f"# Written by `polyfed recommend`.\n{head}{tomli_w.dumps(json_ready(table))}"
+    replace_text(found.folder / RECIPE, text)
     replace_text(found.folder / RESULT, json.dumps(json_ready(found.facts()), indent=1))
-    lowest = found.conclusion is not None and found.conclusion.metric.lowest
     page = render(
         "recommendation.html",
         found=found,
         rows=found.table(),
-        share=found.conclusion is None or found.conclusion.metric.share,
-        lowest=lowest,
+        share=metric.share,
         recipe=text,
         reasons={c.name: reason_of(c) for c in found.candidates},
         drawn={"charts": []},

@@ -20,6 +20,7 @@ from polyfed.core.errors import EgressError
 from polyfed.core.messages import Crossing, Message, crossings
 from polyfed.core.packing import Packings
 from polyfed.core.request import Request, Send
+from polyfed.core.system.openmp import using_threads
 from polyfed.core.tree import Tree
 from polyfed.data import Population
 from polyfed.engines import Sequential
@@ -230,14 +231,18 @@ def _dry_parts(recipe: Recipe, population: Population, most: int, emit: Emitter)
     brief: Any = replace(recipe.algorithm, train=short)
     if isinstance(brief, Averaging):  # a robust rule could need more replies than the few of a dry run
         brief = replace(brief, server=replace(brief.server, aggregate="mean"))
-    engine = replace(recipe.engine, min_replies=0)
+    engine = replace(recipe.engine, min_replies=0, threads=1)
     alone = replace(recipe.untimed(), algorithm=brief, limits=NO_LIMITS, engine=engine)
     made = partial(DryRunEngine, ranks=recipe.clients.ranks)
     return assemble(alone, emit=emit, population=_shortened(population, most), engine=made)
 
 
+@using_threads(1)
 def _evaluated(parts: Assembly, rounds: int) -> Measured:
-    """Run the initialisation, 0 or 1 rounds, and the evaluation after the last round, with what `predict_set` needs."""
+    """Run the initialisation, 0 or 1 rounds, and the evaluation after the last round, with what `predict_set` needs.
+
+    Its operations are tiny, so several threads would wait for each other, seven times as long beside other work.
+    """
     fed, algorithm = parts.fed, parts.algorithm
     state = parts.start()
     fed.begin(1)

@@ -57,11 +57,22 @@ def default_space(method: str, fixed: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_fedavg(table: Mapping[str, Any]) -> bool:
     """Return whether the options of a recipe's table make its method FedAvg; see `SearchRange.fedavg`."""
+    found = beside_fedavg(table)
+    return found is not None and not found[1] and (bool(found[0]) or str(at(table, "algorithm.name")) == "fedavg")
+
+
+def beside_fedavg(table: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, Any]]] | None:
+    """Return which options of a recipe's table have the value that makes its method FedAvg; see `SearchRange.fedavg`.
+
+    Returns:
+        Key -> value of the options that have it, and key -> (value, value of FedAvg) of those that have another. None
+        if no values make the method FedAvg.
+    """
     cls = class_of("algorithm", table)
     # the adaptive optimisers divide by moments, whatever their rate
     if cls is None or at_default(table, "server", "optimiser", "none") not in ("none", "avgm"):
-        return False
-    result, server = str(at(table, "algorithm.name")) == "fedavg", class_of("server", table)
+        return None
+    equal, other, server = dict[str, Any](), dict[str, tuple[Any, Any]](), class_of("server", table)
     assert server is not None, "[server] is a section"
     for section, of in (("algorithm", cls), ("server", server)):
         given = dict(table.get(section, {}))
@@ -69,10 +80,12 @@ def is_fedavg(table: Mapping[str, Any]) -> bool:
         options = {f.name: f.default for f in fields(of)} | dict(preset) | given
         for name, searched in search_ranges(of).items():
             if searched.fedavg is not None and searched.applies(options):
-                if options[name] != searched.fedavg:
-                    return False
-                result = True
-    return result
+                key, own = f"{section}.{name}", options[name]
+                if own == searched.fedavg:
+                    equal[key] = own
+                else:
+                    other[key] = own, searched.fedavg
+    return equal, other
 
 
 def at_default(table: Mapping[str, Any], section: str, name: str, default: Any) -> Any:

@@ -133,7 +133,7 @@ def metric_fault(metrics: Sequence[str], measured: Measured, fix: str) -> str:
         return ""
     names = _names([measured])
     hint = (
-        f"its runs measure nothing: {fix}"
+        f"its runs have no score, because no model of theirs has test rows: {fix}"
         if not names
         else f"its runs do not measure it; {did_you_mean(metrics[0], names)}"
     )
