@@ -5,20 +5,29 @@
 
 import hashlib
 import json
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
+pytest.importorskip("uvicorn", reason="the extra polyfed[server] is not installed")
 
 from attacks.test_lost_tasks import OFFER, Server
 from engines.devices import RECIPE, Devices
 from engines.direct import Hub, HubTransport
 from polyfed.core.errors import RecipeError
+from polyfed.deploy.credentials import write_credentials
 from polyfed.deploy.device.agent import APPS, KEPT_APPS, LARGEST_APP, Device, Offer, Tasks
 from polyfed.engines.protocol import Patience
 from polyfed.federation.wire.wire_format import Packet
+from polyfed.transport.hub import MANY
 from refusals import refuses
 
 LIMIT = 2**20
@@ -80,3 +89,43 @@ def test_a_server_cannot_fill_the_disk_of_a_device_with_recipes(tmp_path: Path) 
     kept = {path.name for path in (tmp_path / APPS).iterdir()}
     assert len(kept) == KEPT_APPS
     assert hashlib.sha256(b"used again and again").hexdigest() in kept
+
+
+SERVER = """
+import sys
+from pathlib import Path
+from polyfed.transport import hub
+hub.TRIM_SECONDS = 2.0
+made = hub.HubServer(Path(sys.argv[1]), "127.0.0.1", 0)
+print(made.socket.getsockname()[1], flush=True)
+made.run()
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.timeout(180)
+def test_the_memory_of_many_handshakes_goes_back_when_they_end(tmp_path: Path) -> None:
+    """Without trimming, glibc keeps all of it: it lies between what lives on."""
+    folder = write_credentials(tmp_path / "credentials", 1)
+    context = ssl.create_default_context(cafile=str(folder / "ca.pem"))
+    words = [sys.executable, "-c", SERVER, str(folder)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server, ExitStack() as stack:
+        stack.callback(server.kill)
+        assert server.stdout is not None
+        port, process = int(server.stdout.readline()), psutil.Process(server.pid)
+
+        def open_() -> ssl.SSLSocket:
+            plain = socket.create_connection(("127.0.0.1", port))
+            return stack.enter_context(context.wrap_socket(plain, server_hostname="127.0.0.1"))
+
+        open_()
+        before, opened = process.memory_info().rss, [open_() for _ in range(MANY * 3)]
+        grown = process.memory_info().rss - before
+        assert grown > 15e6
+        open_()  # lives on above the others
+        for one in opened:
+            one.close()
+        end = time.monotonic() + 60
+        while (left := process.memory_info().rss - before) > grown / 2:
+            assert time.monotonic() < end, f"{left / 1e6:.0f} of {grown / 1e6:.0f} MB stay"
+            time.sleep(0.2)

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="the extra polyfed[server] is not installed")
 
-
+from engines.devices import RECIPE
 from engines.own_devices import own_devices
 from engines.test_jobs import Records, until
 from engines.test_own_modes import method
@@ -22,6 +22,7 @@ from polyfed.deploy.server.job_process import work
 from polyfed.deploy.server.jobs import CANCELLED, RECORD, RUNNING, WAITING, Jobs
 from polyfed.deploy.server.queued_run import enqueue
 from polyfed.deploy.server.run_log import STATUS_FOLDER
+from refusals import refuses
 
 NOBODY = 65534
 DEEDS: dict[str, Callable[[Path], object]] = {
@@ -132,3 +133,18 @@ def test_a_cancelled_job_costs_devices_nothing_more(
     assert count[0] <= asked + 2, "a device that waited for its turn in this process finds nobody"
     assert (jobs.get(1).state == CANCELLED) == (order == "cancel")
     assert not [path for path in queue.folder.iterdir() if path.name.startswith(run)], "late replies leave nothing"
+
+
+@pytest.mark.parametrize(
+    ("app", "said"),
+    [
+        (f"x = {'[' * 5000}{']' * 5000}", "holds no app"),
+        ('name = "a"\nout = "run"\ndata = "/etc/passwd"', "reads no file"),
+    ],
+    ids=["deep", "data of a recipe without a file"],
+)
+def test_an_app_of_a_stranger_is_refused_in_words(app: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "app.toml").write_text(app)
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    with refuses(RecipeError, said):
+        enqueue(tmp_path, tmp_path / "credentials", {}, 0.0, 1.0)

@@ -113,6 +113,33 @@ def test_a_run_that_depends_on_its_first_clients_refuses_new_ones_and_goes_on_wi
     assert devices.serve(out, devices.transport(3))["rounds"] == 2
 
 
+def served(devices: Devices, out: Path, rounds: int, *absent: int) -> None:
+    """Go on to so many rounds while some devices are away."""
+    recipe_for(devices, 3, rounds)
+    transport = devices.transport()
+    transport.hub.absent = {transport.hub.names[device] for device in absent}
+    devices.serve(out, transport)
+
+
+def test_a_number_that_was_left_out_is_no_way_around_the_check(tmp_path: Path) -> None:
+    """Without it, epsilon would be counted as if the cohorts so far had been drawn among the new client, too."""
+    devices = Devices(tmp_path, RECIPE.replace('name = "scaffold"', NOISY).replace("enrol", "min_nodes = 2\nenrol"))
+    served(devices, out := tmp_path / "run", 1, 1)
+    with refuses(RecipeError, "clients.num: [privacy]"):
+        served(devices, out, 2)
+    served(devices, out, 2, 1)
+
+
+@pytest.mark.parametrize("away", [1, 2])
+def test_a_client_that_was_away_for_a_start_is_not_new(away: int, tmp_path: Path) -> None:
+    """Else a device could keep a run from ending: it stays away once, and returns."""
+    devices = Devices(tmp_path, RECIPE.replace("enrol", "min_nodes = 2\nenrol"))
+    served(devices, out := tmp_path / "run", 1)
+    served(devices, out, 2, away)
+    served(devices, out, 3)
+    assert [row.get("event") for row in map(json.loads, (out / AUDIT).read_text().splitlines())].count("new") == 0
+
+
 def test_num_may_not_fall(tmp_path: Path) -> None:
     devices, out = growing(tmp_path, 'name = "fedavg"'), tmp_path / "run"
     recipe_for(devices, 4, 1)

@@ -1,7 +1,6 @@
 """Write the app of a recipe, and folders of data for the clients of a demonstration."""
 
 import tempfile
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from polyfed.core.errors import DataError, PolyfedError, RecipeError, command
-from polyfed.core.system.json_and_toml import toml_value
+from polyfed.core.system.json_and_toml import parse_toml, toml_value
 from polyfed.core.tree import Tree, size_bytes
 from polyfed.data import Column, Columns, Population, stacked
 from polyfed.data.columns import OWN_TEST, TEST, VALIDATION
@@ -46,6 +45,8 @@ def placed(recipe: Recipe, data: str = "") -> Recipe:
     Raises:
         RecipeError: options of the recipe cannot go together in a deployment.
     """
+    if data and not hasattr(recipe.data, "path"):
+        raise RecipeError(f"data = '{data}': [data] of the recipe reads no file. Leave it out")
     source = replace(recipe.data, path=data) if data else recipe.data
     recipe = replace(recipe, data=source, engine=replace(recipe.engine, name="devices"))
     refuse_fitted_elsewhere(recipe)
@@ -100,7 +101,7 @@ def app_config(folder: Path) -> dict[str, str]:
         RecipeError: the folder holds no app.
     """
     try:
-        result = tomllib.loads((folder / APP).read_text(encoding="utf-8"))
+        result = parse_toml((folder / APP).read_text(encoding="utf-8"))
         return {key: str(result[key]) for key in ("name", "out", "data")}
     except (OSError, ValueError, KeyError) as error:
         write = command("app", folder, "--recipe", "RECIPE.toml")

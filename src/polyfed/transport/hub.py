@@ -40,7 +40,7 @@ from polyfed.transport.logins import Keys, Logins, fingerprint, has_signed, rene
 from polyfed.transport.queue import ANSWERED, OPEN, REQUEST, SERVER, Bell, Queue, Waiting
 from polyfed.transport.refusals import Refusals
 from polyfed.transport.tokens import LARGEST_RECIPE, Entry, NotJoined, Register, joining_text, public_line
-from polyfed.transport.web import Chain, Listener, MeasuredFile, Peer, public_config, refuse
+from polyfed.transport.web import Chain, Listener, MeasuredFile, Peer, give_back_memory, public_config, refuse
 
 WAIT_SECONDS = 25.0
 """How long a call waits for a request. Many proxies end a silent connection after 30 or 60 seconds."""
@@ -71,6 +71,10 @@ LARGEST_PIECE, DRAIN_SECONDS = 2**23, 20.0
 
 LOOK_SECONDS, TIDY_SECONDS, DAY = 1.0, 5.0, 24 * 3600.0
 """Seconds between two looks for devices that are gone, for new keys and for runs that have ended, and of a day."""
+
+MANY, TRIM_SECONDS = 50, 60.0
+"""After so many connections have begun or ended, memory goes back to the system, at most once in these seconds
+(inferred)."""
 
 END_SECONDS = 2
 """How long a server that ends waits for the calls that go on, and for devices that do not close their connections."""
@@ -659,6 +663,7 @@ class HubServer:
             self.register.settle()
             self.socket = Listener(host, port)  # now, so that the command ends if the port is taken
             failed.pop_all()
+        self._given_back = time.monotonic(), 0  # when memory was last given back, and the changes until then
         self.bell = Bell(queue.bell(SERVER))
         queue.nobody_is_online()
         queue.tidy()
@@ -714,7 +719,8 @@ class HubServer:
 
     async def _care(self) -> None:
         """Look for new keys, a new certificate, and runs that have ended. No error, such as a full disk, ends it."""
-        chain, tidied, day = Chain(self.credentials, [self.server, *self.others]), time.monotonic(), time.monotonic()
+        chain = Chain(self.credentials, [self.server, *self.others])
+        tidied = day = time.monotonic()
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             try:
@@ -731,8 +737,18 @@ class HubServer:
                 if time.monotonic() - tidied > TIDY_SECONDS:
                     tidied = time.monotonic()
                     self.hub.queue.tidy()
+                self._give_back()
             except Exception as error:  # the next look may succeed
                 LOGGER.warning("the folder %s cannot be looked after now: %s", self.credentials, error)
+
+    def _give_back(self) -> None:
+        """Return the memory of many connections to the system, a while after they came."""
+        (moment, before), now = self._given_back, time.monotonic()
+        if now - moment > TRIM_SECONDS:
+            many = self.socket.changes - before >= MANY
+            self._given_back = now, self.socket.changes if many else before
+            if many:
+                give_back_memory()
 
 
 def _certificate(folder: Path) -> bytes:

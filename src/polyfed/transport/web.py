@@ -1,7 +1,9 @@
 """A web server that other machines can reach: bounded headers and connections, TLS 1.3, a certificate that renews."""
 
 import asyncio
+import ctypes
 import fcntl
+import gc
 import resource
 import socket
 import ssl
@@ -53,6 +55,14 @@ async def refuse(send: Any, status: int, why: str) -> None:
     ]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": text})
+
+
+def give_back_memory() -> None:
+    """Return freed memory to the system. glibc keeps what many handshakes at once have left between what lives on."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # else the C library is not glibc
+        trim(0)
 
 
 class Chain:
@@ -198,11 +208,15 @@ class Listener(socket.socket):
         host: address on which to listen.
         port: port on which to listen; 0 for any.
 
+    Attributes:
+        changes: how many connections have begun, and how many have ended, together.
+
     Raises:
         RecipeError: this machine has no such address, or the port is taken or not allowed.
     """
 
     def __init__(self, host: str, port: int) -> None:
+        self.changes = 0
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__(family)
         self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -225,6 +239,7 @@ class Listener(socket.socket):
         _notice_silence(made)
         self._open[peer] = made
         self._strangers[peer] = None
+        self.changes += 1
         if len(self._strangers) > MOST_STRANGERS:
             self._end(next(iter(self._strangers)))
         if len(self._open) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
@@ -267,6 +282,7 @@ class Listener(socket.socket):
         if self._open.get(peer) is not made:  # another connection has the same port by now
             return
         del self._open[peer]
+        self.changes += 1
         self._strangers.pop(peer, None)
         for device, mine in list(self._of.items()):
             mine.pop(peer, None)

@@ -9,6 +9,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from polyfed.algorithms import NAMED
 from polyfed.core.errors import RecipeError
 from polyfed.core.registry import name_of
@@ -16,13 +19,30 @@ from polyfed.core.system.files import EGRESS
 from polyfed.core.system.json_and_toml import parse_json
 from polyfed.experiment.results.records import Records
 from polyfed.experiment.running.assembly import Assembly
+from polyfed.experiment.running.run_state import KNOWN
+from polyfed.federation.client_registry import ClientRegistry
 
 OF_MODEL = ("params", "moments", "memory", "train_loss")
 """The fields of a state that are about the model. `memory` is the selector's, and has to be empty."""
 
 
+def known_clients(content: Mapping[str, Any]) -> Tensor:
+    """Return which clients the run of a checkpoint has had so far, bool; none if an old release did not note them."""
+    facts = content.get("federation", {})
+    known: Tensor | None = facts.get(KNOWN)
+    return facts.get("num_rows", torch.zeros(0)) > 0 if known is None else known
+
+
+def with_present(known: Tensor, clients: ClientRegistry) -> Tensor:
+    """Return which clients a run has had so far if these take part now."""
+    result = torch.zeros(max(len(known), len(clients)), dtype=torch.bool)
+    result[: len(known)] = known.cpu()
+    result[: len(clients)] |= clients.num_rows.cpu() > 0
+    return result
+
+
 def new_clients(assembly: Assembly, content: Mapping[str, Any], records: Records) -> list[int]:
-    """Return the clients whose numbers are above all of the run so far.
+    """Return the clients that the run has not had so far, whatever their numbers: a number may have been left out.
 
     Args:
         assembly: the run, with the clients that have enrolled now.
@@ -32,12 +52,15 @@ def new_clients(assembly: Assembly, content: Mapping[str, Any], records: Records
     Raises:
         RecipeError: there are such clients, and something of the run depends on the clients of its first round.
     """
-    before = len(content["federation"]["num_rows"])
-    result = [client for client in assembly.fed.clients.eligible if client >= before]
+    known = known_clients(content)
+    if not known.any():
+        return []
+    before = set(known.nonzero().flatten().tolist())
+    result = [client for client in assembly.fed.clients.eligible if client not in before]
     if result and (why := next(_reasons(assembly, content["state"], records), "")):
         raise RecipeError(
-            f"cannot resume: client {result[0]} is new, and this run has {before} clients: {why}. Go on without it, "
-            "or start a run with it in another folder",
+            f"cannot resume: client {result[0]} is new, and this run has had {len(before)} clients: {why}. Go on with "
+            "the [clients] num of before, or with its device stopped; or start a run with it in another folder",
             ("clients", "num"),
         )
     return result

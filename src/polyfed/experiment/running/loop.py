@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from polyfed.algorithms import NAMED
 from polyfed.algorithms.base import Algorithm, ServerState
@@ -46,7 +47,7 @@ from polyfed.experiment.running import checkpoint
 from polyfed.experiment.running.assembly import Assembly, announced_by, assemble, facts_of
 from polyfed.experiment.running.checkpoint import RESTORE
 from polyfed.experiment.running.events import Emitter
-from polyfed.experiment.running.growth import new_clients
+from polyfed.experiment.running.growth import known_clients, new_clients, with_present
 from polyfed.experiment.running.run_state import (
     TOTALS,
     best_folder,
@@ -125,7 +126,7 @@ class _Loop:
         self.rounds: list[dict[str, Any]] = []
         self.missing: dict[str, str] = {}
         self.updates = ClientUpdates()
-        self.kept_facts = cache(partial(kept_facts, assembly.fed, assembly.population.columns, self._row_form()))
+        self._knows(torch.zeros(0))
         emit.listeners.append(self._note)
         self._started, self.repeated = 0.0, Repetitions(records, assembly)
         self.choice = Choice.of(self.recipe.stop, assembly.fed.context.objective)
@@ -192,6 +193,11 @@ class _Loop:
             again = f"the numbers are in {folder}; `{command('report', folder)}` tries again"
             self.emit("note", text=f"the report could not be written ({type(error).__name__}: {error}): {again}")
 
+    def _knows(self, known: Tensor) -> None:
+        """Note which clients the run has had before this start, for its checkpoints."""
+        facts = self.assembly.fed, self.assembly.population.columns, self._row_form()
+        self.kept_facts = cache(partial(kept_facts, *facts, with_present(known, self.fed.clients)))
+
     def start(self) -> tuple[int, ServerState]:
         """The first round to run and the state before it.
 
@@ -218,6 +224,7 @@ class _Loop:
             return 1, state
         round, content = checkpointed
         added = new_clients(self.assembly, content, records)
+        self._knows(known_clients(content))
         self.rounds = self.repeated.rewound(records, content["places"], round)
         self.totals = content["totals"]
         records.note(table, facts)

@@ -31,6 +31,9 @@ from polyfed.federation.links.measured import is_content
 OF_CLIENTS = ("num_rows", "holds", "silo")
 """The facts about clients: fields of `ClientRegistry`."""
 
+KNOWN = "known"
+"""Beside them, bool: whether a client has had training rows since the run began, if one is away now."""
+
 CLIENTS = "clients-{}.safetensors"
 """The name of the file with these facts. The name contains the first 16 digits of the file's SHA-256."""
 
@@ -38,17 +41,21 @@ TOTALS = ("bytes_up", "bytes_down", "seconds", "simulated_seconds")
 """Sums over the rounds of a run, which a resumed run continues."""
 
 
-def kept_facts(fed: Federation, columns: Columns, form: RowForm, folder: Path) -> dict[str, Any]:
+def kept_facts(fed: Federation, columns: Columns, form: RowForm, known: Tensor, folder: Path) -> dict[str, Any]:
     """Return the facts about the clients and the model that `load_run` needs to load a run without its data.
 
-    The facts about clients are written to a file in the folder of the checkpoints. They never change during a run, so
-    every checkpoint only names this file. For a million clients, the file takes 10 MB.
+    The facts about clients are written to a file in the folder of the checkpoints. They change only if a run is
+    resumed, so every checkpoint only names this file. For a million clients, the file takes 10 MB.
+
+    Args:
+        known: the clients of the run so far; see `KNOWN`.
 
     Raises:
         CheckpointError: the file cannot be written.
     """
     registry, model, scaling = fed.clients, fed.context.model, scaling_of(columns)
     facts = {name: getattr(registry, name) for name in OF_CLIENTS}
+    facts |= {} if torch.equal(known, registry.num_rows.cpu() > 0) else {KNOWN: known}
     return {
         "shapes": {name: list(shape) for name, shape in model.shapes.items()},
         "classes": fed.context.num_classes,
@@ -88,7 +95,7 @@ def _read_clients(folder: Path, place: dict[str, Any]) -> dict[str, Tensor | Non
     try:
         if name != CLIENTS.format(sha[:16]) or sha256_of(folder / name) != sha:
             raise CheckpointError(f"{folder / name} is damaged: its SHA-256 is not the noted one. {RESTORE}")
-        return dict.fromkeys(OF_CLIENTS) | load_file(folder / name)
+        return dict.fromkeys((*OF_CLIENTS, KNOWN)) | load_file(folder / name)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder / name} cannot be read: {error}. {RESTORE}") from error
 
@@ -198,7 +205,7 @@ def _are_facts(value: Any) -> bool:
     if not isinstance(value, dict):
         return False
     shapes, names = value.get("shapes"), value.get("class_names")
-    num_rows, holds, silo = (value.get(key) for key in ("num_rows", "holds", "silo"))
+    num_rows, holds, silo, known = (value.get(key) for key in (*OF_CLIENTS, KNOWN))
     return (
         isinstance(shapes, dict)
         and all(isinstance(shape, list) and all(type(side) is int for side in shape) for shape in shapes.values())
@@ -210,6 +217,7 @@ def _are_facts(value: Any) -> bool:
         and (isinstance(num_rows, Tensor) and num_rows.dim() == 1)
         and (isinstance(holds, Tensor) and holds.shape == (len(num_rows), len(shapes)))
         and (silo is None or (isinstance(silo, Tensor) and silo.shape == num_rows.shape))
+        and (known is None or (isinstance(known, Tensor) and known.dtype == torch.bool and known.dim() == 1))
     )
 
 
