@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("cryptography", reason="the extra polyfed[server] is not installed")
 
 from engines.devices import RECIPE, Devices
-from polyfed.core.errors import RecipeError
+from polyfed.core.errors import RecipeError, TooFewReplies
 from polyfed.core.system.files import AUDIT, EGRESS
 from polyfed.experiment.certificate import certify, verify_certificate
 from polyfed.report import reconcile
@@ -138,6 +138,44 @@ def test_a_client_that_was_away_for_a_start_is_not_new(away: int, tmp_path: Path
     served(devices, out, 2, away)
     served(devices, out, 3)
     assert [row.get("event") for row in map(json.loads, (out / AUDIT).read_text().splitlines())].count("new") == 0
+
+
+def test_a_device_that_joins_meanwhile_takes_nobodys_place(tmp_path: Path, capsys: Any) -> None:
+    """It may answer first when a killed run goes on, and SCAFFOLD cannot take it: before, the job failed."""
+    devices, out = growing(tmp_path, 'name = "scaffold"'), tmp_path / "run"
+    recipe_for(devices, 3, 1)
+    devices.serve(out, devices.transport(3))
+    recipe_for(devices, 3, 2)
+    transport = devices.transport()
+    late, found = transport.hub.names[1], transport.hub.online
+    looks = iter([False] * 3)  # client 1 is the last to come
+    transport.hub.online = lambda: [name for name in found() if name != late or next(looks, True)]
+    assert devices.serve(out, transport)["rounds"] == 2
+    assert "the run has its 3 clients, and client 3 is none of them" in refusals(out)[0]
+    rounds = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
+    assert [row["cohort"] for row in rounds] == [[0, 1, 2]] * 2
+
+
+def refusals(out: Path) -> list[str]:
+    rows = map(json.loads, (out / AUDIT).read_text().splitlines())
+    return [row["why"] for row in rows if row.get("event") == "refused" and "seal" not in row]
+
+
+def test_the_place_of_a_revoked_device_is_free(tmp_path: Path) -> None:
+    devices, out = growing(tmp_path, 'name = "fedavg"'), tmp_path / "run"
+    recipe_for(devices, 3, 1)
+    devices.serve(out, devices.transport(3))
+    recipe_for(devices, 3, 2)
+    transport = devices.transport()
+    first, gone, *others = map(transport.device_of, transport.hub.names)
+    transport.hub.absent = {transport.hub.names[1]}
+    transport.registered = lambda: [first, gone, *others]
+    with refuses(TooFewReplies, "none of them"):
+        devices.serve(out, transport)
+    transport = devices.transport()
+    transport.hub.absent = {transport.hub.names[1]}
+    transport.registered = lambda: [first, *others]
+    assert devices.serve(out, transport)["rounds"] == 2
 
 
 def test_num_may_not_fall(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def enrolled(recipe: Recipe, transport: Any, emit: Emitter, left_out: dict[int, 
             f"{count} of {wanted} clients enrolled ([deployment] nodes, enrol_seconds = {spec.enrol_seconds:g}). "
             f"{why}. To start without some of them, set [deployment] min_nodes"
         )
-    if count < wanted or admission.left_out:
+    if count < wanted or absent:
         emit("note", text=f"WARNING: starting with {count} of {wanted} clients. {why}")
     for device in transport.not_taken():
         emit("note", text=f"WARNING: device {device} is online and not taken; num = {wanted}")

@@ -6,7 +6,7 @@ a client number keeps this number, and the server refuses the number to all othe
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,9 @@ from polyfed.data.population.modality_assignment import devices_per_silo
 from polyfed.engines.protocol import Enrolment, SiloEnrolment
 from polyfed.experiment.recipes.recipe import Recipe
 from polyfed.federation.wire.wire_format import Packet
+
+PART = "took_part"
+"""The key of the clients that have taken part in the run."""
 
 
 def expected(recipe: Recipe) -> int:
@@ -80,6 +83,8 @@ class Membership:
         joined: returns the client number of each device that has joined the server with a token, by the fingerprint of
             its key. No other device may take such a number, and such a device no other number.
         renewed: returns the present key of each device that has replaced its key, by the fingerprint of every old one.
+        registered: returns the present keys of all devices that the server knows; none if it does not know.
+        most: how many clients the run has; 0 if any number may enrol.
 
     Attributes:
         session: the number of the server's current session. A new session begins each time the server starts. Its
@@ -96,9 +101,12 @@ class Membership:
         folder: Path,
         joined: Callable[[], Mapping[str, int]] = dict,
         renewed: Callable[[], Mapping[str, str]] = dict,
+        registered: Callable[[], Collection[str]] = tuple,
+        most: int = 0,
     ) -> None:
         self._path, self._joined, self._renewed = folder / MEMBERS, joined, renewed
-        session, self._devices, self.silos, self._signed = self._read()
+        self._registered, self._most = registered, most
+        session, self._devices, self.silos, self._signed, self._part = self._read()
         self.session: int = max(session + 1, int(time.time() * 1000))
         self.left_out: dict[int, str] = {}
         self._write()
@@ -137,11 +145,27 @@ class Membership:
                 f"Give this device another client number; if it replaces the other one, write its key into {MEMBERS} "
                 "in the run folder"
             )
+        if number not in self._part and self._is_full():
+            return (
+                f"the run has its {self._most} clients, and client {client} is none of them. It takes part if "
+                "[clients] num rises, or after the device of one of them is revoked"
+            )
         if number not in self._devices or (members is not None and self.silos.get(client) != members):
             self._devices[number] = device
             self.silos |= {} if members is None else {client: members}
             self._write()
         return ""
+
+    def begin(self, clients: Iterable[int]) -> None:
+        """Note who takes part. The run keeps a place for each of them, also while its device is away."""
+        if more := {str(client) for client in clients} - self._part:
+            self._part |= more
+            self._write()
+
+    def _is_full(self) -> bool:
+        """Return whether enough clients have taken part whose devices have not been revoked since."""
+        known = {*self._registered()}
+        return 0 < self._most <= sum(not known or self._devices.get(number) in known for number in self._part)
 
     def signed_by(self, client: int, key: str) -> bool:
         """Return whether a key is one of those of a client's device, and note that it has signed the ledger with it.
@@ -179,12 +203,12 @@ class Membership:
             )
         return ""
 
-    def _read(self) -> tuple[int, dict[str, str], dict[int, list[int]], dict[str, str]]:
-        """Return the number of the last session, client number -> device, the devices of silos with an edge, and with
-        which key a client has signed if it is not that of its device.
+    def _read(self) -> tuple[int, dict[str, str], dict[int, list[int]], dict[str, str], set[str]]:
+        """Return the number of the last session, client number -> device, the devices of silos with an edge, with which
+        key a client has signed if it is not that of its device, and which clients have taken part.
         """
         if not self._path.exists():
-            return -1, {}, {}, {}
+            return -1, {}, {}, {}, set()
         try:
             result: dict[str, Any] = parse_json(self._path.read_text())
             devices = {str(number): device for number, device in result["clients"].items()}
@@ -192,13 +216,15 @@ class Membership:
                 raise ValueError("a client has no key")
             silos = {int(silo): list(map(int, own)) for silo, own in result.get("silos", {}).items()}
             signed = {str(number): str(key) for number, key in result.get(SIGNED, {}).items()}
-            return int(result.get("session", -1)), devices, silos, signed
+            part = {str(int(client)) for client in result.get(PART, ())}
+            return int(result.get("session", -1)), devices, silos, signed, part
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{self._path} is damaged: {error}. Restore it from a copy") from error
 
     def _write(self) -> None:
         silos = {"silos": {str(silo): own for silo, own in self.silos.items()}} if self.silos else {}
         signed = {SIGNED: self._signed} if self._signed else {}
-        told = {"session": self.session, "clients": self._devices, **silos, **signed}
+        part = {PART: sorted(map(int, self._part))} if self._part else {}
+        told = {"session": self.session, "clients": self._devices, **silos, **signed, **part}
         replace_text(self._path, json.dumps(told, indent=1))
         self._path.chmod(0o600)

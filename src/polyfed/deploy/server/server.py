@@ -21,7 +21,7 @@ from polyfed.deploy.handlers import MEGABYTE, Simulated
 from polyfed.deploy.server.claimed_shapes import without_absent
 from polyfed.deploy.server.countersignatures import collect_receipts
 from polyfed.deploy.server.enrolment import enrolled, enrolment_in
-from polyfed.deploy.server.membership import Membership
+from polyfed.deploy.server.membership import Membership, expected, expected_edges
 from polyfed.deploy.server.run_log import LOGGER, RunStatus, listeners_of
 from polyfed.engines.base import Engine
 from polyfed.engines.edges import EdgeRemote
@@ -159,7 +159,9 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, str], execute:
         records = Records(out, resume=True, audit=(log := AuditLog(out)))
         emit = Emitter(listeners)
         with only_server(out):
-            members = Membership(out, transport.joined, transport.renewed)
+            edges = recipe.deployment.relay == "edge"
+            most = expected_edges(recipe) if edges else expected(recipe)
+            members = Membership(out, transport.joined, transport.renewed, transport.registered, most)
             transport.noted = log.note
             transport.vet, transport.limit = members.refusal, recipe.deployment.message_megabytes * MEGABYTE
             transport.rounds_left = max(recipe.rounds - newest(records.checkpoints), 1)
@@ -174,6 +176,7 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, str], execute:
             transport.rounds_left = 1  # for devices that enrol again: they may have spent a part of their budget here
             kept = KeptAnswers(out / ANSWERS)
             if not played:
+                members.begin(transport.node_of)
                 recipe = without_absent(recipe, population.columns.modalities)
                 engine = engine_by(transport, recipe, members.session, kept=kept)
                 with naming_the_option(), kept:
@@ -186,7 +189,7 @@ def serve(recipe_path: Path, transport: Any, config: Mapping[str, str], execute:
                         app=recipe_path.parent,
                         deployed=True,
                     )
-            silos = members.silos if recipe.deployment.relay == "edge" else None
+            silos = members.silos if edges else None
             collect_receipts(out, str(records.facts()["run"]), transport, members.signed_by, silos)
 
 
