@@ -160,9 +160,15 @@ def test_the_interval_over_test_rows_is_that_of_the_run() -> None:
     told = {"low": 0.8791, "high": 0.9561, "rows": 352, "clients": 8}
     one = arm("fedavg", [0.92, 0.93], interval=told)
     text = concluded([one], ACCURACY, {}, {}, order=[one]).paragraph
-    assert text.endswith("Over other test rows, the 95 % interval is 87.9 to 95.6 (seed 1, 352 rows of 8 clients).")
+    assert text.endswith("With seed 1, the 95 % interval is 87.9 to 95.6 over other rows (352 rows of 8 clients).")
+    one.interval = {**told, "low_by_rows": 0.891, "high_by_rows": 0.948}
+    text = concluded([one], ACCURACY, {}, {}, order=[one]).paragraph
+    assert text.endswith(
+        "the 95 % interval is 89.1 to 94.8 over other rows (352 rows) and 87.9 to 95.6 over other clients (352 rows of "
+        "8 clients)."
+    )
     one.interval = {"rows": 3}
-    assert "Over other" not in concluded([one], ACCURACY, {}, {}, order=[one]).paragraph
+    assert "over other rows" not in concluded([one], ACCURACY, {}, {}, order=[one]).paragraph
 
 
 def test_the_paragraph_says_what_its_intervals_do_not_cover() -> None:
@@ -189,6 +195,29 @@ def test_equal_scores_are_named_as_equal() -> None:
     assert "distinguishable" not in text
 
 
+def test_methods_with_the_scores_of_fedavg_are_tested_as_one() -> None:
+    best, base = arm("feddyn", drawn(1, 0.9)), drawn(2, 0.8)
+    arms = [best, arm("fedavg", base), arm("ditto", base[:3]), arm("apfl", [*base[:2], 0.7]), arm("moon", base[:1])]
+    found = concluded(arms, ACCURACY, {}, {}, order=[best])
+    assert "ditto had exactly FedAvg's scores." in found.paragraph
+    assert {rival.name for rival in found.rivals} == {"fedavg", "apfl", "moon"}
+    assert "(Holm), intervals are not." in found.paragraph
+    raw = {
+        name: by_scipy(list(best.scores.values()), list(arms[place].scores.values()))
+        for name, place in (("fedavg", 1), ("apfl", 3))
+    }
+    assert found.rivals[0].p_holm == pytest.approx(min(1.0, 2 * raw["fedavg"][1]))
+
+
+def test_a_placebo_below_fedavg_is_told_as_one_that_does_harm() -> None:
+    scores = [0.90, 0.91, 0.92, 0.90]
+    best, base = arm("feddyn", scores), arm("fedavg", [one - 0.01 - 0.001 * n for n, one in enumerate(scores)])
+    for lost, told in ((0.05, True), (0.005, False)):
+        placebo = arm("feddyn placebo", [one - lost - 0.001 * n for n, one in enumerate(scores)], "feddyn")
+        text = concluded([best, base, placebo], ACCURACY, {}, {}, order=[best]).paragraph
+        assert ("its placebo" in text, "which is itself 4.0 points worse than FedAvg" in text) == (True, told)
+
+
 def test_an_error_is_better_if_it_is_smaller() -> None:
     arms = [arm("moon", [0.50, 0.51, 0.52]), arm("fedavg", [0.71, 0.70, 0.74])]
     text = concluded(arms, ERROR, {}, {}, order=arms).paragraph
@@ -206,6 +235,8 @@ def test_what_the_modalities_add_is_computed_over_the_seeds() -> None:
     mean, p, *_ = by_scipy(both, text)
     assert (gains["audio"].test.mean, gains["audio"].test.p) == pytest.approx((mean, p))
     assert "audio adds nothing to text that 3 seeds show (+0.1 points, p = 0.69)" in found.paragraph
+    alone = "On the rows that have every modality it has 71.0 from text alone, 38.7 from audio alone and 71.1 from all."
+    assert alone in found.paragraph
     assert re.search(r"text adds 32\.\d points to audio \(n = 3, p ", found.paragraph)
 
 
@@ -224,7 +255,7 @@ def test_edges_and_the_end_of_the_time_are_said() -> None:
     one = arm("fedavg", [0.8], edges=["the search chose train.lr = 1, the largest value of its range"])
     found = concluded([one], ACCURACY, {}, dict.fromkeys("abcde", "no"), order=[one])
     assert "The search chose train.lr = 1, the largest value of its range." in found.paragraph
-    assert "2 more methods were not compared (see the table)." in found.paragraph
+    assert "2 more methods were not compared (see the page)." in found.paragraph
     assert "is 80.0 over 1 seed." in found.paragraph
 
 

@@ -309,6 +309,31 @@ def test_a_method_whose_best_setting_diverges_on_a_reported_seed_goes_on_with_a_
     assert asked(tmp_path / "out").paragraph == found.paragraph, "what is decided stays"
 
 
+def test_what_modalities_add_is_measured_on_the_rows_that_have_all(tmp_path: Path) -> None:
+    """Rows that lack a modality are others: their scores from the rest say nothing about what it adds."""
+    frame = pd.read_csv(tiny(tmp_path))
+    lost = [name for name in frame if name.startswith("b_")]
+    frame.loc[frame.index % 3 == 1, lost] = math.nan  # one class
+    frame.to_csv(path := tmp_path / "holes.csv", index=False)
+    found = polyfed.recommend(
+        path,
+        tmp_path / "out",
+        minutes=30,
+        methods=["feddyn"],
+        jobs=1,
+        reading={"client": "site"},
+        overrides=["rounds=3"],
+    )
+    assert found.conclusion is not None
+    results = [json.loads(one.read_text()) for one in (tmp_path / "out" / "study").rglob("result.json")]
+    told = [one["metrics"]["global"] for one in results if "gain.a" in one["metrics"]["global"]]
+    assert len(told) == 4
+    wanted = np.mean([one["gain.a"] for one in told])
+    assert wanted != pytest.approx(np.mean([one["subset.a+b"] - one["subset.a"] for one in told]))
+    (gain,) = [gain for gain in found.conclusion.gains if gain.modality == "b"]
+    assert gain.test.mean == pytest.approx(wanted)
+
+
 @pytest.mark.parametrize(
     ("method", "chosen", "same"),
     [

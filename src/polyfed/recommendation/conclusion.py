@@ -1,7 +1,7 @@
 """The conclusion of a recommendation: which method to take, and a paragraph in which every number is computed."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from polyfed.core.errors import counted
@@ -79,6 +79,8 @@ class Conclusion:
         ceiling: centralized training, if this was run.
         linear: a linear model on all rows in one place, if this was fitted.
         not_tried: name -> why, for methods that had no run.
+        alone: subset of the modalities -> mean score of the chosen method from it, of single ones and of all.
+        twins: methods with exactly FedAvg's scores, which no test compares again.
         best: the method with the best mean, if it is not the chosen one, because the two are alike.
         skipped: why the chosen method was not scored from every subset of the modalities; empty if it was.
         out_of_time: whether the time ended before all stages.
@@ -95,6 +97,8 @@ class Conclusion:
     not_tried: Mapping[str, str] | None = None
     best: Arm | None = None
     skipped: str = ""
+    alone: Mapping[str, float] = field(default_factory=dict)
+    twins: tuple[str, ...] = ()
     out_of_time: bool = False
     minutes: float = 0.0
 
@@ -116,6 +120,8 @@ class Conclusion:
         yield from self._tie()
         if (base := self._rival("fedavg")) is not None:
             yield f"It is {self._apart(base)} FedAvg ({self._proof(base)})."
+        if self.twins:
+            yield f"{_listed(self.twins)} had exactly FedAvg's scores."
         if self.choice.near:
             yield self.choice.near
         yield from self._alike()
@@ -221,14 +227,23 @@ class Conclusion:
             )
 
     def _other_rows(self) -> Iterator[str]:
-        """Yield what the intervals are about, and the interval over the test rows, as a run reports it."""
+        """Yield what the intervals are about, and those over other test rows and clients, as an evaluation has them."""
         if len(self.choice.scores) > 1:
             yield "Intervals and p-values are about other seeds, not other test rows: the same ones chose the method."
+        if any(rival.test.p is not None and rival.p_holm != rival.test.p for rival in self.rivals):
+            yield "p-values between methods are corrected for all tests (Holm), intervals are not."
         told = self.choice.interval
-        if told is not None and told.get("low") is not None:
-            ends, _, rows = interval_of(told, "share" if self.metric.share else "number").partition(", ")
-            whose = f"seed {min(self.choice.scores)}, {rows}"
-            yield f"Over other test rows, the 95 % interval is {ends.replace(' %', '')} ({whose})."
+        if told is None or told.get("low") is None:
+            return
+        known = {"rows": told}
+        if told.get("low_by_rows") is not None:  # then the other one is over clients
+            by_rows = {"rows": told.get("rows"), "low": told["low_by_rows"], "high": told["high_by_rows"]}
+            known = {"rows": by_rows, "clients": told}
+        ends = []
+        for others, own in known.items():
+            words, _, whose = interval_of(own, "share" if self.metric.share else "number").partition(", ")
+            ends.append(f"{words.replace(' %', '')} over other {others} ({whose})")
+        yield f"With seed {min(self.choice.scores)}, the 95 % interval is {_listed(ends)}."
 
     def _placebo(self) -> Iterator[str]:
         for rival in self.rivals:
@@ -239,9 +254,26 @@ class Conclusion:
                         f"({_facts(rival)}), so no gain is shown to come from the idea."
                     )
                 else:
-                    yield f"It is {self._apart(rival)} its placebo ({self._proof(rival)})."
+                    yield f"It is {self._apart(rival)} its placebo ({self._proof(rival)}){self._below_fedavg(rival)}."
+
+    def _below_fedavg(self, placebo: Rival) -> str:
+        """Return that a placebo is worse than FedAvg: it does harm, and a method that does none has shown nothing."""
+        base = self._rival("fedavg")
+        worse = 0.0 if base is None else placebo.test.mean - base.test.mean
+        if (-worse if self.metric.lowest else worse) <= 0:
+            return ""
+        return (
+            f", which is itself {self._size(abs(worse))} worse than FedAvg, so the difference to FedAvg says what the "
+            "idea is worth"
+        )
 
     def _modalities(self) -> Iterator[str]:
+        if self.alone:
+            named = [
+                f"{self._number(score)} from {'all' if '+' in subset else f'{subset} alone'}"
+                for subset, score in self.alone.items()
+            ]
+            yield f"On the rows that have every modality it has {_listed(named)}."
         for gain in self.gains:
             to = " and ".join(gain.beside)
             test = gain.test
@@ -264,9 +296,7 @@ class Conclusion:
         named = [f"{name} was not compared, because {why}" for name, why in list(lost.items())[:NAMED]]
         left = len(lost) - NAMED
         more = (
-            f"; {counted(left, 'more method was', 'more methods were')} not compared (see the table)"
-            if left > 0
-            else ""
+            f"; {counted(left, 'more method was', 'more methods were')} not compared (see the page)" if left > 0 else ""
         )
         yield f"{'; '.join(named)}{more}."
 
@@ -336,6 +366,9 @@ def concluded(
     # scores of a method that failed on other seeds say nothing about it
     compared = (arm for arm in arms if arm.scores and not arm.failed and arm is not choice)
     others = [arm for arm in compared if arm.role in ("candidate", choice.name) and not arm.same]
+    base = next((arm for arm in others if arm.name == "fedavg"), None)
+    twins = [arm for arm in others if base is not None and _is_twin(arm, base)]
+    others = [arm for arm in others if arm not in twins]
     pairs = [(arm, gaps) for arm in others if (gaps := differences(choice.scores, arm.scores))]
     tests = [paired(gaps) for _, gaps in pairs]
     corrected = holm([test.p for test in tests])
@@ -358,7 +391,22 @@ def concluded(
         not_tried,
         None if choice is order[0] else order[0],
         skipped,
+        _alone(subsets),
+        tuple(arm.title for arm in twins),
     )
+
+
+def _is_twin(arm: Arm, base: Arm) -> bool:
+    """Return whether a method has exactly the scores of another one, as if it were that one."""
+    same = all(base.scores.get(seed) == score for seed, score in arm.scores.items())
+    return arm is not base and len(arm.scores) > 1 and same
+
+
+def _alone(subsets: Mapping[str, Mapping[int, float]]) -> dict[str, float]:
+    """Return the mean scores of the single modalities and of all."""
+    whole = max(subsets, key=lambda name: name.count("+"), default="")
+    kept = {name: own for name, own in subsets.items() if own and ("+" not in name or name == whole)}
+    return {name: sum(own.values()) / len(own) for name, own in kept.items()} if "+" in whole else {}
 
 
 def simplest(order: Sequence[Arm]) -> Arm:

@@ -27,6 +27,7 @@ from typing_extensions import TypedDict
 from polyfed.core.errors import CheckpointError, TooFewReplies, counted
 from polyfed.core.system.files import replace_text
 from polyfed.core.system.json_and_toml import json_ready
+from polyfed.evaluation.subsets import GAIN, SUBSET
 from polyfed.experiment.running.events import Listener
 from polyfed.experiment.study import scheduler
 from polyfed.experiment.study.board import Board, Entry
@@ -680,7 +681,8 @@ class Pilot:
         """Run the chosen method once more, scored from every subset of the modalities.
 
         Returns:
-            Subset, as in `audio+text` -> seed -> score. Empty if the time is over or the method has no such scores.
+            Subset, as in `audio+text` -> seed -> score on the rows that have all modalities (of a score of single
+            clients on their rows with this subset). Empty if the time is over or the method has no such scores.
         """
         seeds = sorted(arm.scores)
         if self.journal.decided("subsets", lambda: arm.seconds * len(seeds) > self.journal.left * self.jobs):
@@ -693,10 +695,22 @@ class Pilot:
         group = self.metrics[0].partition(".")[0]
         found: dict[str, dict[int, float]] = {}
         for entry in board.reported.get(0, []):
-            for name, value in entry.result.get("metrics", {}).get(group, {}).items():
-                if name.startswith("subset."):
-                    found.setdefault(name.removeprefix("subset."), {})[entry.seed] = float(value)
+            for name, score in _on_complete_rows(entry.result.get("metrics", {}).get(group, {}), self.metric).items():
+                found.setdefault(name, {})[entry.seed] = score
         return found
+
+
+def _on_complete_rows(metrics: Mapping[str, float], metric: Metric | None) -> dict[str, float]:
+    """Return the score from each subset on the rows that have all modalities, which alone can be subtracted.
+
+    `subset.text` is about all rows with a text. By how much all modalities are better on the others, `gain.text` says.
+    """
+    found = {name.removeprefix(SUBSET): float(score) for name, score in metrics.items() if name.startswith(SUBSET)}
+    whole, sign = max(found, key=lambda name: name.count("+"), default=""), 1 if metric and metric.lowest else -1
+    for name in found.keys() - {whole}:
+        if (gain := metrics.get(f"{GAIN}{name}")) is not None:
+            found[name] = found[whole] + sign * float(gain)
+    return found
 
 
 def _settled(arms: Iterable[Arm]) -> dict[str, Any]:

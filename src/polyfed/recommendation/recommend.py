@@ -30,6 +30,7 @@ from polyfed.recommendation.candidates import REFERENCES, SERVERS, Candidate, Pl
 from polyfed.recommendation.conclusion import Conclusion, concluded, simplest
 from polyfed.recommendation.linear import linear_scores
 from polyfed.recommendation.pilot import REFERENCE, Arm, Journal, Pilot
+from polyfed.report.formatting import seconds_of
 from polyfed.report.pages.page import render
 from polyfed.report.pages.template import write_page
 from polyfed.report.scores import Metric
@@ -202,6 +203,9 @@ def _carried_out(pilot: Pilot, planner: Planner, candidates: tuple[Candidate, ..
     with pilot:
         pilot.carry_out(lambda arm: _placebo_of(planner, arm))
         order, subsets, skipped = _chosen(pilot, planner)
+    if not pilot.out_of_time:
+        spent = seconds_of(pilot.journal.spent)
+        pilot.say(f"all that fits is done after {spent} of {pilot.journal.minutes:g} minutes")
     lost = _not_tried(pilot, candidates)
     arms = list(pilot.arms.values())
     metric = pilot.metric or Metric.of(planner.metrics[0])
