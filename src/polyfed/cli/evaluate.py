@@ -170,10 +170,8 @@ def predict(
         frame.insert(0, "row", range(len(frame)))
     lines = frame.astype(object).where(frame.notna(), None).to_dict("records")
     if "set" in frame.columns:
-        told = frame[
-            "set"
-        ]  # no class is plausible enough for a set without classes; a row without a prediction has none
-        frame["set"] = ["" if held is None else "|".join(map(str, held)) or NO_CLASS for held in told]
+        # a set without classes has no class that is plausible enough; a row without a prediction has no set
+        frame["set"] = ["" if held is None else "|".join(map(str, held)) or NO_CLASS for held in frame["set"]]
     if out is None and not as_json:
         typer.echo(escaped_lines(frame.to_csv(index=False)), nl=False)
         return

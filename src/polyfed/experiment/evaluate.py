@@ -184,9 +184,8 @@ def with_values(
     for name, values in groups.items():
         result[name] = list(values)
         if not values:
-            source: Any = job.data if data is None else replace(job.data, path=str(data))
-            source = source.for_other_rows() if data is not None and isinstance(source, Table) else source
-            result[name] = [*values_of(source, name)]
+            source: Any = job.data
+            result[name] = [*values_of(source if data is None else replace(source, path=str(data)), name)]
             if not 0 < len(result[name]) <= MOST_VALUES:
                 raise RecipeError(
                     f"--group {name}: the column has {len(result[name])} different values. Name those to score, as in "
@@ -368,11 +367,8 @@ def population_for(job: Recipe, data: str | Path | None, trained: TrainedFacts) 
             raise RecipeError(
                 f"--data {data}: the recipe's data '{type(source).__name__}' has no path. Use npz or table"
             )
-        own = {
-            "test_share": 0.0,
-            "empty_rows": "leave-out",
-            "person": "",
-        }  # nothing is drawn, so persons may be unknown
+        # nothing is drawn, so persons may be unknown
+        own = {"test_share": 0.0, "empty_rows": "leave-out", "person": ""}
         source = replace(source, path=str(data), **{name: v for name, v in own.items() if hasattr(source, name)})
         source = source.for_other_rows() if isinstance(source, Table) else source
     wanted = source

@@ -526,13 +526,9 @@ class Pilot:
             "score_over": min(AVERAGED, max(1, self.rounds // self._least // REDUCTION)),
         }
         for rank in sorted({arm.rank for arm in self.going}):  # the references last, so that they starve no method
-            try:
-                arms = [arm for arm in self.going if arm.rank == rank]
-                searched = {arm.name: {"set": arm.changes, "search": arm.space} for arm in arms}
-                self._study("search", searched, range(1, STEPS[0] + 1), search=search)
-            finally:
-                self._learn()
-            self._settle(range(1, STEPS[0] + 1))
+            arms = [arm for arm in self.going if arm.rank == rank]
+            searched = {arm.name: {"set": arm.changes, "search": arm.space} for arm in arms}
+            self._report("search", searched, range(1, STEPS[0] + 1), search=search)
 
     @property
     def _least(self) -> int:
@@ -611,25 +607,26 @@ class Pilot:
             if (arm := self.arms[board.cells[number].method]).role == "candidate" and not arm.dropped:
                 arm.dropped = why if self.journal.left > 0 else "the time ended before its search"
 
-    def _settle(self, seeds: Sequence[int]) -> None:
-        """Let methods that diverged on a reported seed go on with the next best setting of smaller learning rates.
+    def _report(self, name: str, methods: Mapping[str, Any], seeds: Sequence[int], **more: Any) -> None:
+        """Run a study with reported seeds, and read what it found, also if the time ends in it.
 
-        The best rate of a search on few seeds is often near divergence, which says nothing against the method.
+        Methods that diverged go on with the next best setting of smaller learning rates: the best rate of a search on
+        few seeds is often near divergence, which says nothing against the method.
         """
-        while True:
-            again = [arm for arm in self.arms.values() if arm.diverged is not None and arm.calm()]
-            if not again:
-                return
-            for arm in again:
-                arm.same, arm.near = _as_fedavg(arm, {**self.base, **arm.changes})
-                self.say(f"{arm.name} goes on with {keys_text(arm.chosen)}: {arm.edges[-1]}")
-            placebos = [arm for arm in self.arms.values() if arm.role in {method.name for method in again}]
-            for placebo in placebos:
-                placebo.take(self.arms[placebo.role].chosen)
-            try:
-                self._study("smaller learning rates", _settled([*again, *placebos]), seeds)
-            finally:
-                self._learn()
+        try:
+            self._study(name, methods, seeds, **more)
+        finally:
+            self._learn()
+        again = [arm for arm in self.arms.values() if arm.diverged is not None and arm.calm()]
+        if not again:
+            return
+        for arm in again:
+            arm.same, arm.near = _as_fedavg(arm, {**self.base, **arm.changes})
+            self.say(f"{arm.name} goes on with {keys_text(arm.chosen)}: {arm.edges[-1]}")
+        placebos = [arm for arm in self.arms.values() if arm.role in {method.name for method in again}]
+        for placebo in placebos:
+            placebo.take(self.arms[placebo.role].chosen)
+        self._report("smaller learning rates", _settled([*again, *placebos]), seeds)
 
     def _seeds(self, stage: int, seeds: int, placebos: Callable[[Arm], dict[str, Any] | None]) -> None:
         """Let the better half of the methods go on, with the placebos of those that have one, on more seeds."""
@@ -642,11 +639,7 @@ class Pilot:
             self.say(f"the time left is too short for {seeds} seeds")
             return
         self.say(f"{plan['seeds']} seeds of {_names(self.going)}")
-        try:
-            self._study(f"{plan['seeds']} seeds", _settled(self.going), range(1, plan["seeds"] + 1))
-        finally:
-            self._learn()
-        self._settle(range(1, plan["seeds"] + 1))
+        self._report(f"{plan['seeds']} seeds", _settled(self.going), range(1, plan["seeds"] + 1))
 
     def _planned_seeds(
         self, stage: int, seeds: int, placebos: Callable[[Arm], dict[str, Any] | None]

@@ -186,8 +186,7 @@ class Hub:
     async def _turn(self, device: str) -> None:
         """Let a device that makes many calls wait."""
         now = time.monotonic()
-        left, since = self._quota.get(device, (CALLS, now))
-        left = min(CALLS, left + (now - since) * CALLS_PER_SECOND) - 1
+        left = _refilled(self._quota.get(device), CALLS, CALLS_PER_SECOND, now) - 1
         self._quota[device] = left, now
         if left < 0:
             await asyncio.sleep(-left / CALLS_PER_SECOND)
@@ -271,8 +270,7 @@ class Hub:
         try:
             if path is None or new in self.logins.keys.known.keys() - self.logins.keys.pending:
                 raise NotJoined("known")
-            left, since = self._renewals.get(device, (RENEWALS, now))
-            if (left := min(RENEWALS, left + (now - since) / RENEWAL_SECONDS)) < 1:
+            if (left := _refilled(self._renewals.get(device), RENEWALS, 1 / RENEWAL_SECONDS, now)) < 1:
                 raise HTTPException(429, "this device has renewed its key too often")
             self._renewals[device] = left - 1, now  # of the device: each key of a chain could renew once
             self.register.renew(device, path.stem, line)
@@ -350,8 +348,7 @@ class Hub:
 
     def _tries(self, address: str) -> float:
         """Return how often an address may fail now."""
-        left, since = self._failed.get(address, (FAILED, 0.0))
-        return min(FAILED, left + (time.monotonic() - since) / FAILED_SECONDS)
+        return _refilled(self._failed.get(address), FAILED, 1 / FAILED_SECONDS, time.monotonic())
 
     async def _next(self, call: Request) -> Response:
         """Wait for a request to the device, and describe it; 204 if none comes."""
@@ -749,6 +746,12 @@ class HubServer:
             self._given_back = now, self.socket.changes if many else before
             if many:
                 give_back_memory()
+
+
+def _refilled(kept: tuple[float, float] | None, most: float, per_second: float, now: float) -> float:
+    """Return how many tries are left now: those that were left at a moment, and those since; at first `most`."""
+    left, since = (most, now) if kept is None else kept
+    return min(most, left + (now - since) * per_second)
 
 
 def _certificate(folder: Path) -> bytes:

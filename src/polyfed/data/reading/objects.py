@@ -462,9 +462,9 @@ def _named(data: Any, given: Given) -> tuple[Any, tuple[str, ...] | None]:
     names in another order.
     """
     frame, result = data.to_pandas(), None
-    for role, usual in (("labels", "label"), ("clients", "client"), ("split", "split"), ("person", "")):
+    for role in ("labels", "clients", "split", "person"):
         value = getattr(given, role)
-        column = value if isinstance(value, str) else usual
+        column = value if isinstance(value, str) else USUAL[role]
         names = getattr(data.features.get(column), "names", None)
         renamed = role == "labels" and given.class_names is not None and set(given.class_names) != set(names or ())
         if names is not None and column in frame.columns and not renamed:
@@ -483,8 +483,7 @@ def refuse_other_names(data: Mapping[str, Any], given: Given) -> None:
     Raises:
         DataError: the names of a column differ between two splits.
     """
-    usual = (("clients", "client"), ("split", "split"), ("person", ""))
-    roles = [getattr(given, role) or name for role, name in usual]
+    roles = [getattr(given, role) or USUAL[role] for role in ("clients", "split", "person")]
     roles += [given.labels or "label"] if given.class_names is None else []
     problems, first = Problems(), dict[str, tuple[str, list[str]]]()
     for split, part in data.items():

@@ -1,15 +1,18 @@
 """Start polyfed's own server, `polyfed server`. Its process serves devices and holds no PyTorch."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from polyfed.core.errors import RecipeError
 from polyfed.deploy.credentials import SERVER, care_for_certificate, check_server, days_left
 from polyfed.deploy.metrics import require_prometheus
 from polyfed.deploy.processes import HOST, ServerPorts, listens
-from polyfed.deploy.server.jobs import Jobs, supervised
-from polyfed.deploy.server.late_receipts import waiting_for_receipts
+from polyfed.deploy.server.jobs import Jobs, Supervisor
+from polyfed.deploy.server.late_receipts import LateReceipts
 from polyfed.deploy.server.run_log import RUNS
 from polyfed.transport.hub import HubServer
 from polyfed.transport.queue import SERVER as SERVER_BELL
@@ -40,8 +43,20 @@ def server(credentials: Path, ports: ServerPorts, jobs: int = 1) -> None:
     hub = HubServer(credentials, ports.host, ports.port, lambda: care_for_certificate(credentials))
     if ports.metrics_port or ports.status_port:
         _add_monitors(hub, ports, statuses)
-    with supervised(Jobs(credentials), jobs), waiting_for_receipts(credentials):
+    with _in_thread(Supervisor(Jobs(credentials), jobs)), _in_thread(LateReceipts(credentials.absolute())):
         hub.run()
+
+
+@contextmanager
+def _in_thread(look: Supervisor | LateReceipts) -> Iterator[None]:
+    """Look after the jobs, or after late receipts, in a thread during the `with` block."""
+    thread = Thread(target=look.run)
+    thread.start()
+    try:
+        yield
+    finally:
+        look.stop.set()
+        thread.join()
 
 
 def _add_monitors(hub: HubServer, ports: ServerPorts, statuses: Path) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 
 from polyfed.core.errors import CheckpointError, PolyfedError, RecipeError, command
@@ -451,16 +451,3 @@ class Supervisor:
 
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o600)
-
-
-@contextmanager
-def supervised(jobs: Jobs, most: int) -> Iterator[None]:
-    """Look after the jobs in a thread during the `with` block."""
-    supervisor = Supervisor(jobs, most)
-    thread = Thread(target=supervisor.run)
-    thread.start()
-    try:
-        yield
-    finally:
-        supervisor.stop.set()
-        thread.join()

@@ -13,10 +13,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -252,19 +252,6 @@ def _started(words: Sequence[str]) -> "subprocess.Popen[bytes]":
 def due_of(owed: Owed, online: set[str], now: float) -> list[int]:
     """Return who is to be asked now."""
     return [number for number, one in sorted(owed.absent.items()) if one.node in online and one.at <= now]
-
-
-@contextmanager
-def waiting_for_receipts(credentials: Path) -> Iterator[None]:
-    """Wait for receipts in a thread during the `with` block."""
-    late = LateReceipts(credentials.absolute())
-    thread = Thread(target=late.run)
-    thread.start()
-    try:
-        yield
-    finally:
-        late.stop.set()
-        thread.join()
 
 
 def collect(credentials: Path, run: str, numbers: Sequence[int]) -> list[int]:
